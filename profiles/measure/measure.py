@@ -93,6 +93,7 @@ def measure_profile(
             began=began,
             deadline=None if budget_s is None else began + budget_s,
             progress=progress or (lambda fraction, doing: None),
+            libraries=tuple(sorted({name for graph in models for name in graph.libraries})),
         )
         wanted: list[OpProbe] = [*base_probes()]
         if models:

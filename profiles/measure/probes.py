@@ -9,12 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from planner.language.graph import Op, Program, Ref, Symbol, TensorMeta, map_refs, to_json
+from planner.language.graph.function_keys import AUTOGRAD_FUNCTION
+from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.language.ops.families.products.narrow import (
     BLOCKS_DTYPE,
     NARROW_DTYPE,
     scales_in_tiles,
 )
 from planner.language.ops.flops import backward_work, op_work
+from planner.language.ops.record import names_axis
 from profiles.lookup.families import BLOCK_TARGET, canonical_shapes
 from profiles.records import CollectiveKind, Direction, Group, OpQuery
 
@@ -220,9 +223,16 @@ def float8_probe(m: int, n: int, k: int, *, in_blocks: bool = False) -> OpProbe:
     )
 
 
+def is_measurable(op: Op) -> bool:
+    """Whether a measuring process can run an op: it needs no group of ranks, and no code that only
+    the model's own process has.
+    """
+    return op.target not in (OPAQUE_MODULE, AUTOGRAD_FUNCTION) and not names_axis(op)
+
+
 def block_probe(program: Program, *, weight: float, compiled: bool = False) -> BlockProbe | None:
-    """Return the probe of a bound program; None if it has ops that need a process group."""
-    if any(op.target.startswith("planner.") for op in program.ops):
+    """Return the probe of a bound program; None if no measuring process can run it."""
+    if not all(map(is_measurable, program.ops)):
         return None
     ops = [probe_of(op, program.tensor) for op in program.ops]
     parts = [q for op in ops for q in op.queries if op.forward.num_bytes]

@@ -108,6 +108,8 @@ class Rounds:
     """When its budget ends, on the same clock; None without a budget."""
     progress: Progress
     """What is told how far it is."""
+    libraries: tuple[str, ...] = ()
+    """Modules that define ops of the models, by name."""
     planned: int = 0
     """Visits that are planned."""
     visited: int = 0
@@ -238,6 +240,7 @@ class Rounds:
         answers = self.workers.call(
             {
                 "task": "op",
+                "libraries": self.libraries,
                 "probe": probe.to_json(),
                 "seconds": seconds,
                 "warm": self.session.num_visits(probe) < WARM_VISITS,

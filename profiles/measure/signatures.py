@@ -14,7 +14,7 @@ from planner.language.layout.placement import Placement
 from planner.language.ops.call import local_shape
 from planner.language.ops.flops import op_work
 from planner.language.ops.registry import local_ops, strategies
-from profiles.measure.probes import BlockProbe, OpProbe, block_probe, probe_of
+from profiles.measure.probes import BlockProbe, OpProbe, block_probe, is_measurable, probe_of
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
 """Measured for every op; other microbatch sizes are interpolated."""
@@ -56,7 +56,8 @@ BLOCK_MICROBATCH_SIZES = (1, 4)
 
 
 def blocks(models: Iterable[ModelGraph], *, compiled: bool = False) -> tuple[BlockProbe, ...]:
-    """Return a probe of every block class as a whole, at two microbatch sizes.
+    """Return a probe of every block class as a whole, at two microbatch sizes, those of which most
+    of a step hangs first.
 
     `compiled` adds a compiled one, which takes long, at the larger size.
     """
@@ -72,7 +73,16 @@ def blocks(models: Iterable[ModelGraph], *, compiled: bool = False) -> tuple[Blo
                 )
                 if probe is not None:
                     found[probe.key] = probe
-    return tuple(found.values())
+    return tuple(sorted(found.values(), key=_weighed, reverse=True))
+
+
+def _weighed(probe: BlockProbe) -> float:
+    """Return about how many seconds of a step a block's uses take."""
+    return probe.weight * sum(_typical_seconds(q.flop, q.num_bytes) for q in probe.queries)
+
+
+def _typical_seconds(flop: float, num_bytes: float) -> float:
+    return flop / _TYPICAL_FLOP_PER_S + num_bytes / _TYPICAL_BYTES_PER_S
 
 
 def degrees(num_devices: int) -> tuple[int, ...]:
@@ -90,14 +100,12 @@ def _probes_of(program: Program, tp: int, count: float) -> Iterator[OpProbe]:
             form = local_ops(op, sharding, program.tensor, axis="tp", axis_size=tp)
             local.update({tensor.name: tensor for tensor in form.tensors})
             for piece in form.ops:
-                # Ops of our own need their group; they are priced by their work.
-                if piece.target.startswith("planner."):
+                # The others are priced by their work.
+                if not is_measurable(piece):
                     continue
                 work = op_work(piece, local)
                 if work.num_bytes:
-                    seconds = (
-                        work.flop / _TYPICAL_FLOP_PER_S + work.num_bytes / _TYPICAL_BYTES_PER_S
-                    )
+                    seconds = _typical_seconds(work.flop, work.num_bytes)
                     yield probe_of(piece, local, weight=count * seconds)
 
 

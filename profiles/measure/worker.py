@@ -26,6 +26,7 @@ from planner.runtime.process.device import p2p_needs_own_groups
 from planner.runtime.process.groups.gloo_threads import put_socket_threads_last
 from planner.runtime.process.host.cores import available_cores, own_cores, stay_on
 from planner.runtime.process.host.heap import keep_freed_memory
+from planner.runtime.stage.program_fx import import_libraries
 from profiles.lookup.memory import allocator_overheads, load_training, used_bytes
 from profiles.measure.driver import clock_state, driver_version
 from profiles.measure.timing.clock import Clock, Pace, settle_clocks
@@ -116,6 +117,7 @@ class Worker:
             torch.cuda.empty_cache()
 
     def _time_op(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        import_libraries(task["libraries"])
         samples: dict[str, Any] = self._timer.visit(
             task["probe"],
             seconds=task["seconds"],

@@ -108,7 +108,10 @@ def test_a_task_that_fails_leaves_the_workers_usable():
     with WorkerGroup(LocalLauncher(1, device="cpu", threads=1)) as workers:
         broken = {"op": {"t": "nothing"}, "tensors": []}
         with pytest.raises(ProbeFailed, match="unknown record"):
-            workers.call({"task": "op", "probe": broken, "seconds": 0, "warm": False}, timeout_s=60)
+            workers.call(
+                {"task": "op", "libraries": [], "probe": broken, "seconds": 0, "warm": False},
+                timeout_s=60,
+            )
         assert workers.call({"task": "describe"}, timeout_s=60)[0]["torch"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from types import SimpleNamespace
 from typing import get_args
@@ -11,6 +12,7 @@ import torch
 
 from planner.errors import ProfileError
 from planner.language.graph import Op, Ref, TensorMeta
+from planner.language.graph.module_keys import OPAQUE_MODULE
 from planner.units import GIB
 from profiles import catalog
 from profiles.devices import profile_for_gpu, shipped_for_gpu, shipped_profile
@@ -18,7 +20,7 @@ from profiles.lookup.memory import ROUNDS, allocator_overheads
 from profiles.lookup.wire import wire_share
 from profiles.measure import session, worker
 from profiles.measure.nodes import launchers
-from profiles.measure.probes import probe_of
+from profiles.measure.probes import is_measurable, probe_of
 from profiles.measure.summary import throttled
 from profiles.measure.timing import sustained_timing
 from profiles.measure.timing.calls import Arena, Calls, Functions
@@ -30,6 +32,7 @@ from profiles.measure.timing.step_timing import _WORK
 from profiles.profile import PASSES
 from profiles.records import Group, HostWork, StepFit, WaitFit
 from tests.profiles import samples
+from tests.sharding.op_cases import CASES
 from tests.spawn import run_ranks
 
 CPU = torch.device("cpu")
@@ -301,6 +304,48 @@ def test_calls_take_their_inputs_from_memory_in_turn():
     made.backward(results)
     made.stay_warm()
     assert len({call[0][1].data_ptr() for call in made._calls}) == 1
+
+
+def probed(name):
+    """The calls of a case of the sharding tests, and the values that its first one is given."""
+    single = CASES[name](random.Random(name), 2)
+    program = single.program
+    made = Calls.of(probe_of(single.op, program.tensor).to_json(), Arena(CPU), Functions(CPU))
+    return made, single, made._calls[0][0]
+
+
+@pytest.mark.parametrize(
+    "name", ["sort_rows", "unsort_rows", "bias_of_runs", "stack_of_runs", "product_of_runs"]
+)
+def test_rows_of_experts_are_timed_as_training_runs_them(name):
+    """They need no group of ranks; results are those shapes, and gradients are made."""
+    made, single, _ = probed(name)
+    (found,) = made.forward(1)
+    shapes = [single.program.tensor[output].shape_at(1) for output in single.op.outputs]
+    assert [tuple(result.shape) for result in found] == shapes
+    made.backward([found])
+
+
+def test_made_up_numbers_are_such_as_an_op_takes():
+    """Experts there are, an order of all rows, runs of as many rows as on average."""
+    _, single, (_, experts) = probed("sort_rows")
+    assert int(experts.max()) < single.op.args[2]
+    _, _, (rows, order, _) = probed("unsort_rows")
+    assert sorted(order.tolist()) == list(range(len(rows)))
+    _, _, (rows, matrices, ends) = probed("product_of_runs")
+    each = len(rows) / len(matrices)
+    assert ends.tolist() == [int(each * (at + 1)) for at in range(len(matrices))]
+
+
+def test_what_a_measuring_process_can_run():
+    """Not what asks other ranks, and no code of the model's own."""
+    told = {
+        "planner.sort_rows": ("x", 4),
+        "planner.redistribute": ("x", "tp", "P", "R", True),
+        OPAQUE_MODULE: ("Experts@1f0c9a2b", ("x",)),
+    }
+    ops = [Op(name="op", target=target, args=args, outputs=("y",)) for target, args in told.items()]
+    assert [is_measurable(op) for op in ops] == [True, False, False]
 
 
 def test_a_wide_head_has_gradients_at_full_speed():

@@ -78,6 +78,15 @@ def test_strategies_of_a_linear_layer_are_more_than_one(graph):
     assert len(strategies(linear, bound.tensor, 2)) > 1
 
 
+def test_the_block_that_most_of_a_step_hangs_on_comes_first(graph):
+    """A layer that is used eight times; its compiled form, which takes long to make, behind it."""
+    (layer,) = (i for i, each in enumerate(graph.classes) if each.name.endswith("*"))
+    deeper = replace(graph, blocks=graph.blocks + 7 * graph.blocks[1:2])
+    first, second, *_ = blocks([deeper], compiled=True)
+    assert {first.program.name, second.program.name} == {graph.classes[layer].name}
+    assert (first.compiled, second.compiled) == (False, True)
+
+
 def test_a_block_is_the_sum_of_its_ops(graph):
     """One probe per class and size; its parts are the queries of its ops with work."""
     probes = blocks([graph, graph])

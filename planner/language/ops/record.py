@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from planner.language.graph import Op, Program, written_buffers
 from planner.language.graph.function_keys import AUTOGRAD_FUNCTION
@@ -57,6 +57,14 @@ class ShardRule:
     the redistributions that solvers of layouts weigh."""
 
 
+class Numbers(NamedTuple):
+    """Whole numbers that an op takes."""
+
+    kind: Literal["any", "order", "ends"]
+    """Any below a limit; each below it once; or the ends of equal runs, the last at the limit."""
+    limit: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpFamily:
     """Ops of equal facts. What is not given has the default of an ordinary ATen op: computed by
@@ -100,6 +108,10 @@ class OpFamily:
 
     rounds: Callable[[Call], int] | None = None
     """In how many equal turns the work is done, each timed as an op of its own; None: at once."""
+
+    numbers: Callable[[Call, str], Numbers] | None = None
+    """What a named input of whole numbers may hold, by which the op is timed on made-up ones; None:
+    any below the least size of the other inputs."""
 
     moves_nothing: bool | Callable[[Call], bool] = False
     """No work at all: a view, or a collective, which is priced apart."""
@@ -295,20 +307,27 @@ def why_eager(program: Program) -> str | None:
     return None
 
 
+def names_axis(op: Op) -> bool:
+    """Whether an op of a lowered program reads on which of an axis's ranks it runs, or what others
+    of them have.
+    """
+    axes = {*degree_names(), "batch"}
+    values = (*op.args, *(value for _, value in op.kwargs))
+    return op.target.startswith("planner.") and not axes.isdisjoint(
+        value for value in values if isinstance(value, str)
+    )
+
+
 def why_no_graph(program: Program) -> str | None:
     """Return why no CUDA graph holds a lowered program, as a clause; None: one does."""
     if written_buffers(program):
         return "it writes buffers"
-    axes = {*degree_names(), "batch"}
     for op in program.ops:
         if op.target == REDISTRIBUTE:
             src, dst = (parse_placement(str(place)) for place in op.args[2:4])
             if collectives(src, dst, bool(op.args[4])) == (None, None):
                 continue
-        values = (*op.args, *(value for _, value in op.kwargs))
-        if op.target.startswith("planner.") and axes.intersection(
-            value for value in values if isinstance(value, str)
-        ):
+        if names_axis(op):
             return "its ranks exchange values inside it"
         if is_random(op_inside(op)):
             return "it draws random numbers"

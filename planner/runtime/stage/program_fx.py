@@ -7,9 +7,11 @@ module, and the holder of the parameters (a plain stage, FSDP2) passes them.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -226,6 +228,15 @@ def aten_overload(target: str) -> torch._ops.OpOverload:
             f"the model calls {namespace}::{packet}, which is not defined in this process; import "
             "the library that defines it at the top of the model's file, not where it is used"
         ) from None
+
+
+def import_libraries(names: Iterable[str]) -> None:
+    """Import the libraries that define a model's ops (`ModelGraph.libraries`), as its forward did
+    where it was captured.
+    """
+    for name in names:
+        with suppress(ImportError):  # a script's own: it has run here
+            importlib.import_module(name)
 
 
 def _keep_results(

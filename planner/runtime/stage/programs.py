@@ -8,10 +8,8 @@ for a compiler.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -35,7 +33,7 @@ from planner.runtime.stage.compiled.graphs import Capture
 from planner.runtime.stage.compiled.halves import cut
 from planner.runtime.stage.compiled.kernels import Compiler
 from planner.runtime.stage.compiled.trace import trace
-from planner.runtime.stage.program_fx import to_graph_module
+from planner.runtime.stage.program_fx import import_libraries, to_graph_module
 from planner.runtime.stage.recompute import Keeper
 from planner.runtime.stage.weight_grads import WeightQueue
 
@@ -71,10 +69,8 @@ class Programs:
         beside: BesideCollectives | None = None,
     ) -> None:
         """`graphs` are the model on batches of each shape, the plan's own first."""
-        # Ops of libraries that the model's forward imports, which this rank does not run.
-        for name in dict.fromkeys(name for graph in graphs for name in graph.libraries):
-            with suppress(ImportError):  # a script's own: it has run here
-                importlib.import_module(name)
+        # This rank does not run the model's forward, which imports them.
+        import_libraries(name for graph in graphs for name in graph.libraries)
         self._graphs, self._plan, self._mesh = graphs, plan, mesh
         self.bucket = 0
         selective = any("selective" in stage.recompute_by_block for stage in plan.stages)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from planner.language.graph import Ref, Symbol, from_json
+from planner.language.graph import Op, Program, Ref, Symbol, TensorMeta, from_json
+from planner.language.ops.call import Call as OpCall
+from planner.language.ops.record import Numbers, family_of
 from planner.runtime.stage.compiled.block import CompiledBlock
 from planner.runtime.stage.compiled.halves import cut
 from planner.runtime.stage.compiled.kernels import compiled
@@ -65,7 +67,8 @@ class Arena:
 
 
 class Functions:
-    """What probes call: an ATen overload, or a block's program as one module.
+    """What probes call: an ATen overload, or the program of a block, or of an op of ours, as one
+    module.
 
     Blocks are kept, because building (and even more, compiling) them takes far longer than
     a visit. Mutable: it is that memory.
@@ -77,21 +80,21 @@ class Functions:
 
     def of(
         self, probe: Mapping[str, Any]
-    ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...], str]:
-        """Return function, arguments and keyword arguments (with Refs), and a name."""
-        if "program" not in probe:
-            op = from_json(probe["op"])
-            return aten_overload(op.target), op.args, op.kwargs, op.target
-        key = json.dumps([probe["program"], probe["compiled"]], sort_keys=True)
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+        """Return function, arguments and keyword arguments (with Refs)."""
+        op = from_json(probe["op"]) if "op" in probe else None
+        if op is not None and not op.target.startswith("planner."):
+            return aten_overload(op.target), op.args, op.kwargs
+        key = json.dumps(probe, sort_keys=True)
         if key not in self._blocks:
-            program = from_json(probe["program"])
+            program = from_json(probe["program"]) if op is None else _alone(op, probe["tensors"])
             block: Callable[..., Any] = to_graph_module(program, {}, self._device)
-            if probe["compiled"]:
+            if probe.get("compiled"):
                 halves = cut(trace(program, {}, self._device))
                 block = CompiledBlock(halves, compiled, eager=block, queue=None)
             self._blocks[key] = block
         args = tuple(Ref(f"t{position}") for position in range(len(probe["tensors"])))
-        return self._blocks[key], args, (), "a block"
+        return self._blocks[key], args, ()
 
 
 class Calls:
@@ -115,10 +118,11 @@ class Calls:
     @classmethod
     def of(cls, probe: Mapping[str, Any], arena: Arena, functions: Functions) -> Calls:
         """Return the calls of an op, or of a whole program (``probe["program"]``)."""
-        function, args, kwargs, name = functions.of(probe)
+        function, args, kwargs = functions.of(probe)
         forms, device = probe["tensors"], arena.device
+        op = from_json(probe["op"]) if "op" in probe else None
         indices = {
-            position: _index(form, name, forms, device)
+            position: _made_up(form, _numbers(op, forms, position), device)
             for position, form in enumerate(forms)
             if not getattr(torch, form["dtype"]).is_floating_point
         }
@@ -205,14 +209,51 @@ def _shaped(flat: Tensor, shape: list[int], *, transposed: bool) -> Tensor:
     return flat.view([*shape[:-2], shape[-1], shape[-2]]).transpose(-2, -1)
 
 
-def _index(
-    form: Mapping[str, Any], target: str, forms: list[Mapping[str, Any]], device: torch.device
-) -> Tensor:
-    """Make up what is not a floating number: valid indices where it can only be an index."""
-    dtype = getattr(torch, form["dtype"])
-    floating = [f["shape"] for f in forms if "float" in f["dtype"] and f["shape"]]
-    if dtype == torch.bool or not floating:
-        return torch.ones(form["shape"], dtype=dtype, device=device)
-    # An embedding's indices reach its whole table; elsewhere only the least size is safe.
-    bound = floating[0][0] if ".embedding." in target else min(map(min, floating))
-    return torch.randint(max(bound, 1), form["shape"], dtype=dtype, device=device)
+def _alone(op: Op, forms: Sequence[Mapping[str, Any]]) -> Program:
+    """Return the program of one op: it takes a probe's tensors in their order."""
+    metas = _metas(forms)
+    names = tuple(meta.name for meta in metas)
+    return Program(
+        name=op.name, inputs=(), params=names, outputs=op.outputs, tensors=metas, ops=(op,)
+    )
+
+
+def _metas(forms: Sequence[Mapping[str, Any]]) -> tuple[TensorMeta, ...]:
+    return tuple(
+        TensorMeta(
+            name=f"t{position}",
+            shape=tuple(form["shape"]),
+            dtype=form["dtype"],
+            kind="param",
+            requires_grad=form["requires_grad"],
+        )
+        for position, form in enumerate(forms)
+    )
+
+
+def _numbers(op: Op | None, forms: Sequence[Mapping[str, Any]], position: int) -> Numbers:
+    """Return which whole numbers an input may hold."""
+    told = None if op is None else family_of(op.target).numbers
+    if op is not None and told is not None:
+        metas = _metas(forms)
+        call = OpCall(op, {meta.name: meta for meta in metas}, 1)
+        return told(call, metas[position].name)
+    # Where they can only be indices, the least size is safe.
+    floating = [form["shape"] for form in forms if "float" in form["dtype"] and form["shape"]]
+    return Numbers("any", min(map(min, floating), default=0))
+
+
+def _made_up(form: Mapping[str, Any], numbers: Numbers, device: torch.device) -> Tensor:
+    """Make up what is not a floating number."""
+    dtype, shape, limit = getattr(torch, form["dtype"]), form["shape"], numbers.limit
+    if dtype == torch.bool or limit == 0:
+        return torch.ones(shape, dtype=dtype, device=device)
+    match numbers.kind:
+        case "any":
+            return torch.randint(limit, shape, dtype=dtype, device=device)
+        case "order":
+            return torch.randperm(limit, device=device).to(dtype).view(shape)
+        case "ends":
+            count = prod(shape)
+            ends = torch.arange(1, count + 1, device=device) * limit // count
+            return ends.to(dtype).view(shape)

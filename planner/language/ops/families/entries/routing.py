@@ -25,9 +25,13 @@ from collections.abc import Iterator
 
 from planner.language.layout.placement import OpSharding, Own, Replicate, Shard
 from planner.language.ops.call import Call, P
-from planner.language.ops.families.products.runs_of_rows import ROWS_BY_VALUES, of_runs
+from planner.language.ops.families.products.runs_of_rows import (
+    ROWS_BY_VALUES,
+    ends_of_runs,
+    of_runs,
+)
 from planner.language.ops.kernel import KernelCall, Saved, saves_nothing
-from planner.language.ops.record import OpFamily, ShardRule, register
+from planner.language.ops.record import Numbers, OpFamily, ShardRule, register
 from planner.language.ops.samples.state import ADDED, State
 from planner.language.ops.samples.step import Across, Step
 from planner.units import DTYPE_BYTES
@@ -131,6 +135,22 @@ def _back_from_experts(step: Step) -> tuple[State, ...] | None:
     return (State(rows=rows.rows, order=order.points),)
 
 
+# ---------------------------------------------------------------------------------------- numbers
+
+
+def _experts(call: Call, name: str) -> Numbers:
+    return Numbers("any", int(call.arg(2, "number")))
+
+
+def _ends_alone(call: Call, name: str) -> Numbers:
+    """As many rows as experts, whose number the op does not tell."""
+    return Numbers("ends", call.shape(name)[0])
+
+
+def _order(call: Call, name: str) -> Numbers:
+    return Numbers("order", call.shape(name)[0])
+
+
 # ---------------------------------------------------------------------------------------- scratch
 
 _NUMBER = DTYPE_BYTES["int64"]
@@ -164,6 +184,7 @@ register(
     OpFamily(
         name="rows in the order of their experts",
         targets=(SORT_ROWS,),
+        numbers=_experts,
         scratch=_numbers,
         shard=(ShardRule(sort_rows),),
         across=Across(handlers=(_by_expert,)),
@@ -174,6 +195,7 @@ register(
     OpFamily(
         name="weights of experts, of modules of their own",
         targets=(STACK_OF_RUNS,),
+        numbers=_ends_alone,
         first_term=1,
         shard=(ShardRule(stack_of_runs),),
         across=Across(handlers=(_weights_of_runs,)),
@@ -186,6 +208,7 @@ register(
     OpFamily(
         name="biases of experts",
         targets=(BIAS_OF_RUNS,),
+        numbers=ends_of_runs,
         scratch=_runs,
         shard=(ShardRule(bias_of_runs),),
         across=Across(handlers=(of_runs,)),
@@ -197,6 +220,7 @@ register(
     OpFamily(
         name="rows back from their experts",
         targets=(UNSORT_ROWS,),
+        numbers=_order,
         scratch=_copies,
         shard=(ShardRule(unsort_rows),),
         across=Across(handlers=(_back_from_experts,)),

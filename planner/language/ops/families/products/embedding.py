@@ -12,7 +12,7 @@ from planner.language.ops.families.shapes.rows_by_number import taken
 from planner.language.ops.flops import arriving_bytes, made_bytes
 from planner.language.ops.kernel import KernelCall, Saved, saves_inputs
 from planner.language.ops.letters import by_letters
-from planner.language.ops.record import OpFamily, ShardRule, aten, register
+from planner.language.ops.record import Numbers, OpFamily, ShardRule, aten, register
 from planner.language.ops.samples.state import IN_ORDER, WHOLE, State
 from planner.language.ops.samples.step import Across, Step
 
@@ -155,12 +155,18 @@ def _bags(step: Step) -> tuple[State, ...] | None:
     return tuple(State(rows=Shard(dims[0])) if dims else WHOLE for dims in growing)
 
 
+def _rows_by_number(call: Call, name: str) -> Numbers:
+    """Rows of the table."""
+    return Numbers("any", call.inputs[0][0])
+
+
 # ---------------------------------------------------------------------------------------- records
 
 register(
     OpFamily(
         name="embedding",
         targets=aten("embedding"),
+        numbers=_rows_by_number,
         shard=(
             ShardRule(embedding_by_vocabulary, contiguous=True, together=True),
             ShardRule(embedding_by_exchange, contiguous=True, together=True),
@@ -187,6 +193,7 @@ register(
     OpFamily(
         name="embedding whose gradient is rows",
         targets=(TABLE_LOOKUP,),
+        numbers=_rows_by_number,
         shard=(ShardRule(embedding_of_rows), ShardRule(embedding_apart, offered=False)),
         backward=_backward_of_rows,
         reads=_gathered_bytes,

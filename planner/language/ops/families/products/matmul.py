@@ -9,7 +9,11 @@ from math import prod
 from planner.language.graph import Op, Ref
 from planner.language.layout.placement import OpSharding, Own, Replicate, Shard
 from planner.language.ops.call import Call, ProductArgs, Shape
-from planner.language.ops.families.products.runs_of_rows import ROWS_BY_VALUES, of_runs
+from planner.language.ops.families.products.runs_of_rows import (
+    ROWS_BY_VALUES,
+    ends_of_runs,
+    of_runs,
+)
 from planner.language.ops.flops import output_numel, product_backward
 from planner.language.ops.kernel import (
     LARGE_BYTES,
@@ -294,6 +298,7 @@ PRODUCTS_OF_RUNS = register(
         backward=product_backward,
         across=Across(handlers=(of_runs,)),
         deals_rows=True,
+        numbers=ends_of_runs,
         recomputed=False,
     )
 )

@@ -6,12 +6,18 @@ from dataclasses import replace
 
 from planner.language.graph import Op
 from planner.language.layout.placement import Shard
-from planner.language.ops.record import family_of
+from planner.language.ops.call import Call
+from planner.language.ops.record import Numbers, family_of
 from planner.language.ops.samples.state import ANY_ORDER, IN_ORDER, State
 from planner.language.ops.samples.step import Step
 
 ROWS_BY_VALUES = "how many rows experts get follows from their values"
 """Why blocks of experts are not compiled (`OpFamily.eager`)."""
+
+
+def ends_of_runs(call: Call, name: str) -> Numbers:
+    """Ends of runs of the rows that come first."""
+    return Numbers("ends", call.inputs[0][0])
 
 
 def of_runs(step: Step) -> tuple[State, ...] | None:
