@@ -31,8 +31,8 @@ from collections.abc import Mapping
 BENCHMARK = "Llama2-70B-LoRA"
 
 BLOCKS_70B = ("mbridge_25.09", "LLAMA3_70B", "GB200", "2.0")
-"""Source, model, device and tp of a row that has the microbatch of its table's other row: the recipe
-of blocks of 32 with tp 2 (fp8_mx) has one sample."""
+"""Source, model, device and tp of a row that has the microbatch of its table's other row: the
+recipe of blocks of 32 with tp 2 (fp8_mx) has one sample."""
 
 BLACKWELL = ("B200", "GB200")
 
@@ -114,8 +114,8 @@ ON_HOST: Mapping[tuple[str, str], str] = {
     ("70b", "GB200"): "40",
     ("405b", "GB200"): "95",
 }
-"""Layers whose activations lie on the host in recipes with FSDP and one scale a tensor, by model and
-device."""
+"""Layers whose activations lie on the host in recipes with FSDP and one scale a tensor, by model
+and device."""
 
 CUMULATIVE = "cumulative optimisation: "
 FIRST_GRAPHS = 5

@@ -198,6 +198,8 @@ class Execution:
     with the hosts."""
     reserved_factor: float
     """Memory that the allocator reserves, over that of live tensors; 0 where no run tells."""
+    reserved_sigma: float
+    """One sigma of that, relative, of another model; 0 where no run tells."""
     retry_s: float
     """Seconds that a message between stages waits where that is more than a device has: its buffer
     is allocated only when cached memory is freed, which waits for the device."""

@@ -39,7 +39,7 @@ class Ranks(Replication):
     sum_factor: int
     """Bytes of a gradient's sum over those of its parameter (`Execution.sum_factor`)."""
     moment_factor: int
-    """Bytes of a moment of the optimizer over those of its parameter (`Execution.moment_factor`)."""
+    """Bytes of an optimizer's moment over those of its parameter (`Execution.moment_factor`)."""
     master_factor: int
     """Bytes of the optimizer's copy of a parameter over those of the parameter; 0 where it steps on
     the parameter itself (`Execution.master_factor`)."""

@@ -354,8 +354,8 @@ def test_experts_products_have_a_workspace_on_each_stream(gpu: str, each_mib: in
 def test_layers_on_the_host_keep_nothing_on_the_device() -> None:
     """Half of 80 equal layers: half of what a microbatch keeps, and the same step."""
     row = {"gpu": "GB200", "stack": "megatron-core", "model": "Llama-3-70B", "gpus": "64",
-           "zero_stage": "3", "tp": "1", "pp": "1", "dp": "64", "seq_len": "8192",
-           "micro_batch": "2", "global_batch": "128", "dtype": "fp8", "recompute": "none"}  # fmt: skip
+           "zero_stage": "3", "tp": "1", "pp": "1", "dp": "64", "seq_len": "8192", "dtype": "fp8",
+           "micro_batch": "2", "global_batch": "128", "recompute": "none"}  # fmt: skip
     here, away = (price_row({**row, "layers_on_host": told}).estimate for told in ("", "40"))
     kept = [float(found.memory[0].activation_bytes) for found in (here, away)]
     assert kept[1] == pytest.approx(kept[0] / 2, rel=0.02)
