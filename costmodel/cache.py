@@ -18,7 +18,12 @@ from costmodel.execution.executed import rated_profile
 from costmodel.execution.executed_program import price_program
 from costmodel.execution.own_modules import with_own_modules
 from costmodel.execution.rings import with_rings
-from costmodel.execution.saves import as_saved, saved_instead, with_sized_losses
+from costmodel.execution.saves import (
+    as_saved,
+    casts_made_again,
+    saved_instead,
+    with_sized_losses,
+)
 from costmodel.links import Links, SideValues, find_links, find_side_values
 from costmodel.memory.block.block_bytes import block_bytes, block_load
 from costmodel.memory.block.placed_block import BlockBytes
@@ -401,7 +406,9 @@ class CostCache:
             held = as_saved(local, self.profile)
             again = frozenset[str]()
             if recompute == "selective":
-                again = self._made_again(class_index, microbatch_size, held, recomputed)
+                again = casts_made_again(
+                    held, self._made_again(class_index, microbatch_size, held, recomputed)
+                )
             self._bytes[key] = block_bytes(
                 held,
                 device_type=self.profile.cluster.device_type,
@@ -409,7 +416,7 @@ class CostCache:
                 recomputed=again,
                 beside=beside,
                 is_compiled=self.compiles and why_eager(held) is None,
-                instead=saved_instead(held, self.execution),
+                instead=saved_instead(held, self.execution, again),
             )
         return self._bytes[key]
 

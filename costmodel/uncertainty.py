@@ -30,15 +30,16 @@ Of a runtime whose logs were read for the profile (`costmodel.runtime_calibratio
 of its next run; t is multiplied by what its runs typically held over their estimates.
 
 The two widths are independent, so their squares add up. The odds of other limits follow with
-another quantile in the place of Z, by which the allocator's share grows as well.
+another quantile in the place of Z, by which the allocator's share grows as well. Errors of memory
+have heavy tails, as few sources tell them and models differ: quantiles are those of Student's t
+with 3 degrees of freedom, so scaled that a tenth lies beyond Z.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, hypot, inf, log, sqrt
-from statistics import NormalDist
+from math import atan, exp, hypot, inf, log, pi, sqrt
 from typing import Literal
 
 from costmodel.cache import CostCache, costs_of_groups
@@ -65,10 +66,12 @@ USUAL_ODDS = 0.9
 """Odds with which a plan fits that a search answers with where nothing else is said."""
 EVEN_ODDS = 0.5
 """Odds with which an estimate may take all of a limit."""
-_FARTHEST = 8.0
-"""Quantiles of the normal distribution beyond which nothing lies."""
 Z = 1.2816
 """Quantile of a normal distribution that leaves a tenth on each side."""
+TENTH = 1.6377
+"""Quantile of Student's t with 3 degrees of freedom that does."""
+_FARTHEST = 80.0
+"""Quantiles of memory beyond which nothing lies: one run in a million."""
 _SIGMA_OF_MEDIAN = 1.48
 _SIGMA_OF_MEAN = 1.25
 
@@ -135,7 +138,7 @@ class _MemorySpread:
     """By how much it is larger one time in ten."""
 
     def factor(self, z: float) -> float:
-        """Return what is held at a quantile of the normal distribution, over the estimate."""
+        """Return what is held over the estimate, z sigmas from what is typical (`_odds_within`)."""
         if z < 0:
             less = hypot(1 - exp(z * self.sigma), z / Z * self.allocator_less)
             return self.typical * (1 - less)
@@ -169,7 +172,8 @@ def _tensors_spread(profile: Profile, execution: Execution) -> tuple[float, floa
     Logs of k runs with ratios r: their mean logarithm, drawn towards 0 by what other runs of the
     runtime scatter from source to source, S, and within one, W: mean log r * k / (k + W^2 / S^2).
     """
-    sigma = sigma_of(memory_residuals(execution.name))
+    # Runs that crashed tell what is needed; what others print was reserved, and may be freed.
+    sigma = execution.reserved_sigma or sigma_of(memory_residuals(execution.name))
     ratios = memory_ratios(profile, execution)
     if not ratios:
         # Where runs tell what the allocator reserves, a device holds that.
@@ -217,7 +221,7 @@ def _room_factor(profile: Profile, execution: Execution, odds: float) -> float:
     if odds <= EVEN_ODDS and not memory_ratios(profile, execution):
         # Of a runtime whose allocator is known to reserve more, too: the limit is the estimate's.
         return 1.0
-    return _memory_spread(profile, execution).factor(NormalDist().inv_cdf(odds))
+    return _memory_spread(profile, execution).factor(_sigmas_of(odds))
 
 
 def odds_of_fit(
@@ -227,11 +231,29 @@ def odds_of_fit(
     spread = _memory_spread(profile, execution)
     held = float(parts.tensor_bytes) * (1 + profile.allocator_overhead_fraction)
     most = (limit_bytes - float(parts.context_bytes)) / held if held else inf
+    return _odds_within(_last(lambda z: spread.factor(z) <= most))
+
+
+def _odds_within(z: float) -> float:
+    """Return the odds that memory lies below z sigmas above what is typical: Student's t with 3
+    degrees of freedom.
+    """
+    u = z * TENTH / Z / sqrt(3)
+    return 0.5 + (u / (1 + u * u) + atan(u)) / pi
+
+
+def _sigmas_of(odds: float) -> float:
+    """Return the sigmas above what is typical within which memory lies with these odds."""
+    return _last(lambda z: _odds_within(z) <= odds)
+
+
+def _last(holds: Callable[[float], bool]) -> float:
+    """Return the largest quantile at which something holds that holds of all below it."""
     low, high = -_FARTHEST, _FARTHEST
-    while high - low > 1e-6:
+    while high - low > 1e-9:
         middle = (low + high) / 2
-        low, high = (middle, high) if spread.factor(middle) <= most else (low, middle)
-    return NormalDist().cdf(low)
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 def typical_bytes(parts: MemoryParts, profile: Profile, execution: Execution) -> float:

@@ -113,7 +113,8 @@ class DeviceFile(Record):
     host_scale: float = Field(default=1.0, gt=0)
     """Seconds that its host takes to issue an op, over those of the reference device's host."""
     float4_per_float8: float | None = Field(default=None, gt=0)
-    """Peak of 4-bit products over that of 8-bit ones, of a device that has both."""
+    """Peak of 4-bit products over that of 8-bit ones, of a device that has both; the reference
+    device's where none is given."""
     source: str = ""
     """Where the data sheet's figures are from, and which of them are not on it."""
     shipped: ShippedDevice | None = None

@@ -4,12 +4,21 @@
   mlcommons/training_results_v4.0, v4.1 and v5.0.
 - Megatron-Bridge's tables of mixtures of experts: the recipes of each release, scripts/performance
   of NVIDIA-NeMo/Megatron-Bridge at v0.1.0rc4 (25.09), v0.2.0 (25.11) and v0.3.0 (26.02).
+- Its dense models: the same recipes. All sum gradients in 16 bits (grad_reduce_in_fp32 is False in
+  scripts/performance), DeepSeek-V3's keep moments in 16 bits (recipes/deepseek/deepseek_v3.py),
+  those of FSDP keep layers' activations on the host (cpu_offloading_num_layers), and in bf16 the
+  optimizer keeps the lower halves of masters alone (use_precision_aware_optimizer, but for FSDP).
+- dgxc-benchmarking's of November 2024 and February 2025: its yaml files at 35a9aec have
+  grad_sync_dtype bf16, in which NeMo's optimizers sum and keep gradients, and but for Grok
+  distributed_fused_adam, of which NeMo keeps the lower halves of masters alone
+  (store_param_remainders).
 - nanotron's Ultra-Scale Playbook: scripts/scaling_benchmarks.py of huggingface/nanotron.
 - torchtitan's tables: train_configs/llama3_*.toml of pytorch/torchtitan, December 2024, have
   sequences of 8192, and that of 405B at 3faaa1a0d compiles.
 - torchao's: its H100s are those of torchtitan's, 95 GiB at 2.4 TB/s (pytorch/torchtitan commit
   7a04053 prints 47.65 GiB as 50.16%; testing/training/roofline_utils.py of pytorch/ao).
 - Megatron-LM's DeepSeek-V3, whose rows are one run after the other: each adds to those before it.
+  Moments are in 16 bits (sbatch_benchmarking.sh of yanring/Megatron-MoE-ModelZoo at e865051).
 
 Nothing here is measured: which dispatcher, which CUDA graphs, what is recomputed, what overlaps.
 """
@@ -20,6 +29,10 @@ import re
 from collections.abc import Mapping
 
 BENCHMARK = "Llama2-70B-LoRA"
+
+BLOCKS_70B = ("mbridge_25.09", "LLAMA3_70B", "GB200", "2.0")
+"""Source, model, device and tp of a row that has the microbatch of its table's other row: the
+recipe of blocks of 32 with tp 2 (fp8_mx) has one sample."""
 
 BLACKWELL = ("B200", "GB200")
 
@@ -96,6 +109,14 @@ BRIDGE: Mapping[tuple[str, str, str], tuple[str, str, Mapping[str, str]]] = {
 }
 # fmt: on
 
+ON_HOST: Mapping[tuple[str, str], str] = {
+    ("70b", "GB300"): "20",
+    ("70b", "GB200"): "40",
+    ("405b", "GB200"): "95",
+}
+"""Layers whose activations lie on the host in recipes with FSDP and one scale a tensor, by model
+and device."""
+
 CUMULATIVE = "cumulative optimisation: "
 FIRST_GRAPHS = 5
 """Rows of Megatron-LM's DeepSeek-V3 ahead of the first with CUDA graphs; the one before it is the
@@ -124,6 +145,8 @@ def as_configured(row: Mapping[str, str]) -> dict[str, str]:
         return _adapters(row)
     if row["source_id"].startswith("mbridge_"):
         return _bridge(row)
+    if row["source_id"].startswith("dgxc_"):
+        return _dgxc(row)
     if row["source_id"] == "ultrascale_playbook":
         return row | {"tied": str(int(int(row["ffn_hidden"]) < WIDEST_TIED))}
     if row["source_id"].startswith("torchtitan_"):
@@ -175,12 +198,23 @@ def _titan(row: dict[str, str]) -> dict[str, str]:
 
 
 def _bridge(row: dict[str, str]) -> dict[str, str]:
-    """Megatron-Bridge's mixtures of experts.
+    """Megatron-Bridge's.
 
     DeepSeek-V3 predicts a token ahead where its row does not say otherwise: printed TFLOP/s over
     tokens/s are 1.041 times the flop without, as the layer and the head more make them.
     """
+    row |= {"gradient_bytes": "2"}
     model, gpu = row["model"].lower(), row["gpu"].partition("-")[0]
+    if "deepseek" in model:
+        row |= {"moment_bytes": "2"}
+    if tuple(row[name] for name in ("source_id", "model", "gpu", "tp")) == BLOCKS_70B:
+        row |= {"micro_batch": "1"}
+    is_fsdp = row.get("zero_stage", "").startswith("3")
+    if row["dtype"] == "bf16" and not is_fsdp:
+        row |= {"master_bytes": "2"}
+    if is_fsdp:
+        size = model.rpartition("_")[2]
+        row |= {"layers_on_host": ON_HOST.get((size, gpu), "")}
     for (release, name, device), (notes, recompute, cells) in BRIDGE.items():
         if row["source_id"].endswith(release) and re.search(name, model) and gpu == device:
             predicts = {
@@ -191,10 +225,16 @@ def _bridge(row: dict[str, str]) -> dict[str, str]:
     return row
 
 
+def _dgxc(row: dict[str, str]) -> dict[str, str]:
+    """NVIDIA's dgxc-benchmarking."""
+    row |= {"gradient_bytes": "2"}
+    return row if "grok" in row["source_id"] else row | {"master_bytes": "2"}
+
+
 def _cumulative(row: dict[str, str]) -> dict[str, str]:
     """Megatron-LM's DeepSeek-V3: what earlier rows added holds for later ones."""
     step = STEPS.index(row["notes"].partition(CUMULATIVE)[2].partition(" dispatcher")[0])
-    row |= {"mtp_layers": "1", **OWN_STAGES}
+    row |= {"mtp_layers": "1", "moment_bytes": "2", **OWN_STAGES}
     row["recompute"] = "selective: mlp" + ", mla_up_proj" * (step < FIRST_GRAPHS - 1)
     dispatcher = row["notes"].rpartition("dispatcher ")[2]
     row["notes"] = f"dispatcher {dispatcher}" + f"; {PARTS}" * (step >= FIRST_GRAPHS)

@@ -9,8 +9,8 @@ nodes are left out.
 
 `--of memory` prints the same of memory, by `costmodel.uncertainty.memory_interval` with the errors
 that the records have: too few sources print memory to leave one out. `--of odds` prints how many of
-the runs ran that are said to fit. `--write` writes each runtime's mean errors, of steps and of
-memory, into its record.
+the runs ran that are said to fit, and what these say of memory (`odds`). `--write` writes each
+runtime's mean errors, of steps and of memory, into its record.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import numpy as np
 from benchmarks.harness import Result, benchmark
 from benchmarks.published import PUBLISHED
 from benchmarks.published.accuracy import (
-    FAR_FROM_FULL,
     TABLES,
     Case,
     estimated_errors,
@@ -36,12 +35,13 @@ from benchmarks.published.accuracy import (
 )
 from benchmarks.published.configured import as_configured
 from benchmarks.published.goldens import GOLDENS, golden_rows
+from benchmarks.published.odds import ended_runs, needed_over_live, reliability
 from costmodel.execution import execution_names
 from costmodel.execution.execution import DATA, RunKind, residuals_of_runs
 from costmodel.table.rows.row_files import read_rows
 from costmodel.table.rows.row_plan import RowPrices
 from costmodel.table.rows.rows import price_row, run_of
-from costmodel.uncertainty import Z, memory_interval, odds_of_fit, sigma_of, typical_bytes
+from costmodel.uncertainty import Z, memory_interval, sigma_of, typical_bytes
 from planner.errors import PlannerError
 from planner.units import GIB, MIB
 from profiles.devices import device_file, device_names
@@ -65,12 +65,6 @@ print what the whole device holds."""
 
 MOST_MEMORY_ROWS = 60
 """Rows of a source whose memory is walked, evenly spaced: a walk takes a tenth of a second."""
-
-ODDS = (
-    *((0.5, 1.01), (0.8, 1.01), (0.9, 1.01), (0.95, 1.01)),
-    *((0.0, 0.5), (0.5, 0.7), (0.7, 0.85), (0.85, 0.95), (0.95, 0.99), (0.99, 1.01)),
-)
-"""Ranges of odds that are told: those of so much and more, then parts."""
 
 Group = tuple[str, str, RunKind]
 """Source, runtime and kind of its runs."""
@@ -207,32 +201,6 @@ def golden_runs(path: Path) -> list[MemoryRun]:
     return found
 
 
-def odds_table(folder: Path, every: int) -> list[dict[str, float]]:
-    """Return, of runs whose end is known, how many ran of those said to fit with some odds.
-
-    Crashed runs that need less than `FAR_FROM_FULL` of their device crashed for something else.
-    """
-    prices, found = RowPrices(), []
-    for case in load_cases(folder / "ultrascale_playbook.csv", every=every)[0]:
-        try:
-            memory = prices.estimate(case.run, case.profile, case.rates).memory
-        except PlannerError:
-            continue
-        fullest = max(memory, key=lambda parts: float(parts.total))
-        if not case.ran and float(fullest.total) < FAR_FROM_FULL * case.room_bytes:
-            continue
-        found.append(
-            (odds_of_fit(fullest, case.profile, case.run.stack, case.room_bytes), case.ran)
-        )
-    odds, ran = (np.array(each) for each in zip(*found, strict=True))
-    parts = {(low, high): (low <= odds) & (odds < high) for low, high in ODDS}
-    return [
-        {"odds_from": low, "odds_to": high, "runs": int(inside.sum()),
-         "odds_pct": 100 * float(odds[inside].mean()), "ran_pct": 100 * float(ran[inside].mean())}
-        for (low, high), inside in parts.items() if inside.any()
-    ]  # fmt: skip
-
-
 def memory_table(runs: list[MemoryRun]) -> list[dict[str, str | float]]:
     """Return how far memory is off, and how often its interval holds it, by source and runtime."""
     groups: dict[tuple[str, str], list[MemoryRun]] = defaultdict(list)
@@ -287,7 +255,10 @@ def intervals(
     write: Annotated[bool, "write mean errors into records"] = False,
 ) -> Result:
     if of == "odds":
-        return Result(odds_table(folder, every))
+        ended = ended_runs(folder, every)
+        factor, sigma = needed_over_live(ended)
+        told = f"reserved_factor {factor:.3f}, reserved_sigma {sigma:.3f}"
+        return Result(reliability(ended), [told])
     runs = memory_runs(folder) if of == "memory" or write else []
     if of == "memory":
         held = 100 * np.mean([run.holds for run in runs])

@@ -143,6 +143,14 @@ class Execution:
     them."""
     gradient_bytes: int
     """Memory of an accumulated gradient's element."""
+    moment_bytes: int
+    """Memory of an element of each of the optimizer's two moments, of 16-bit weights."""
+    master_bytes: int
+    """Memory of an element of the optimizer's copy of 16-bit weights; 2 where that is only what the
+    weights lack of fp32."""
+    layers_on_host: int
+    """First layers of a model without a pipeline whose saved tensors lie on the host between their
+    forward and their backward; the copies are taken to hide behind compute."""
     sums_stay: bool
     """Sums of gradients have memory from the start of training to its end, with ZeRO 1 whole; else
     a step's first backward makes them."""
@@ -190,6 +198,8 @@ class Execution:
     with the hosts."""
     reserved_factor: float
     """Memory that the allocator reserves, over that of live tensors; 0 where no run tells."""
+    reserved_sigma: float
+    """One sigma of that, relative, of another model; 0 where no run tells."""
     retry_s: float
     """Seconds that a message between stages waits where that is more than a device has: its buffer
     is allocated only when cached memory is freed, which waits for the device."""
@@ -218,6 +228,14 @@ class Execution:
         """Return the bytes of a gradient in buckets beside the sums over those of its parameter."""
         is_cast = low_dtype(precision)
         return self.bucket_bytes // BF16_BYTES if is_cast else int(self.bucket_bytes > 0)
+
+    def moment_factor(self, precision: Precision) -> int:
+        """Return the bytes of an optimizer's moment over those of its parameter."""
+        return self.moment_bytes // BF16_BYTES if low_dtype(precision) else 1
+
+    def master_factor(self, precision: Precision) -> int:
+        """Return the bytes of the optimizer's copy of a parameter over those of the parameter."""
+        return self.master_bytes // BF16_BYTES if low_dtype(precision) else 0
 
     def sum_factor(self, precision: Precision) -> int:
         """Return the bytes of a gradient's sum over those of its parameter."""

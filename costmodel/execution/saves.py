@@ -22,7 +22,7 @@ activation saves a cast of what it takes.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -50,11 +50,15 @@ from profiles import Profile
 CAST = "aten._to_copy.default"
 NARROW = "float8_e4m3fn"
 """Of the narrow dtypes, fp4 among them, the bytes of this are counted."""
+NARROW_SUFFIX = " in 8 bits"
+"""What a tensor's cast is called behind the tensor's own name."""
 
 
-def saved_instead(local: Program, execution: Execution) -> SavedInstead:
+def saved_instead(
+    local: Program, execution: Execution, again: Collection[str] = ()
+) -> SavedInstead:
     """Return, by op of a bound program, what its backward makes again, each with what is saved for
-    that instead.
+    that instead; `again` names ops that recomputation runs again.
     """
     if execution.prices == "profile":
         return {}
@@ -86,10 +90,16 @@ def saved_instead(local: Program, execution: Execution) -> SavedInstead:
         _weigh_inside(local, found)
     if execution.attention_copies:
         storages = map_storages(local)
+        maker = {name: op.name for op in local.ops for name in op.outputs}
         for op in local.ops:
             if is_attention(op):
-                # It makes nothing again, its own result neither.
-                copied = _parts_of_others(op, storages)
+                # It makes nothing again, its own result neither. Copies of what a second run makes
+                # are made in that run.
+                copied = tuple(
+                    name
+                    for name in _parts_of_others(op, storages)
+                    if maker.get(storages.storage[name].root) not in again
+                )
                 if execution.samples_first and local.tensor[op.outputs[0]].shape_at(1)[0] > 1:
                     copied += op.outputs[:1]
                 found[op.name] = dict.fromkeys(copied, ())
@@ -223,9 +233,34 @@ def as_saved(local: Program, profile: Profile) -> Program:
     return replace(local, ops=tuple(kept), tensors=(*tensors, *made.values()))
 
 
+def casts_made_again(held: Program, again: frozenset[str]) -> frozenset[str]:
+    """Return the ops that recomputation runs again of a program with casts (`as_saved`).
+
+    A cast runs again where what it casts is made again (Transformer Engine then saves the wide
+    input itself: set_save_original_input), or where all that read it run again. Any other is kept,
+    and what it cast is not.
+    """
+    readers: dict[str, list[str]] = defaultdict(list)
+    for op in held.ops:
+        for name in op.inputs:
+            readers[name].append(op.name)
+    maker = {name: op.name for op in held.ops for name in op.outputs}
+    casts = {op.name: op for op in held.ops if op.target == CAST and _is_narrow(op.name)}
+    kept = {
+        name
+        for name, op in casts.items()
+        if maker.get(op.inputs[0]) not in again and not again.issuperset(readers[name])
+    }
+    return again.union(casts) - kept
+
+
+def _is_narrow(name: str) -> bool:
+    return name.endswith(NARROW_SUFFIX)
+
+
 def _narrow(name: str) -> str:
     """Return what a tensor's cast to 8 bits is called."""
-    return f"{name} in 8 bits"
+    return name + NARROW_SUFFIX
 
 
 def _is_gate(op: Op) -> bool:

@@ -103,9 +103,8 @@ def buckets(ranks: Ranks, phase: Phase) -> State:
 
 def optimizer(ranks: Ranks, phase: Phase) -> State:
     """Return AdamW's two moments, in bf16 the fp32 masters, and step counts."""
-    # Moments and masters are as wide as what is stepped on: fp32 where parameters are bf16.
     return State(
-        own=ranks.optimizer_states * ranks.gradient_factor,
+        own=ranks.optimizer_factor,
         step_counts=int(not ranks.optimizer_on_host),
     )
 

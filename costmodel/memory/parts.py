@@ -38,6 +38,11 @@ class Ranks(Replication):
     (`Execution.copies_update`)."""
     sum_factor: int
     """Bytes of a gradient's sum over those of its parameter (`Execution.sum_factor`)."""
+    moment_factor: int
+    """Bytes of an optimizer's moment over those of its parameter (`Execution.moment_factor`)."""
+    master_factor: int
+    """Bytes of the optimizer's copy of a parameter over those of the parameter; 0 where it steps on
+    the parameter itself (`Execution.master_factor`)."""
     sums_stay: bool
     """Whether the runtime's sums of gradients stay from step to step (`Execution.sums_stay`)."""
     bucket_factor: int
@@ -52,6 +57,8 @@ class Ranks(Replication):
             on_gpu=profile.cluster.device_type != "cpu",
             runtime_copies=execution.copies_update,
             sum_factor=execution.sum_factor(replication.precision),
+            moment_factor=execution.moment_factor(replication.precision),
+            master_factor=execution.master_factor(replication.precision),
             sums_stay=execution.sums_stay,
             bucket_factor=execution.bucket_factor(replication.precision),
         )
@@ -80,11 +87,13 @@ class Ranks(Replication):
         return self.is_sharded and (bool(low_dtype(self.precision)) or self.optimizer_on_host)
 
     @property
-    def optimizer_states(self) -> int:
-        """Tensors of optimizer state on the device, as large as what is stepped: AdamW's two
-        moments, and of 16-bit weights the fp32 masters.
+    def optimizer_factor(self) -> int:
+        """Bytes of optimizer state on the device over those of the parameters: AdamW's two moments,
+        and of 16-bit weights the fp32 masters.
         """
-        return 0 if self.optimizer_on_host else ADAMW_STATES + bool(low_dtype(self.precision))
+        if self.optimizer_on_host:
+            return 0
+        return ADAMW_STATES * self.moment_factor + self.master_factor
 
     @property
     def copies_update(self) -> bool:

@@ -18,12 +18,29 @@ def test_a_recipe_fills_what_its_row_leaves_open():
     assert (run.recompute, run.vpp, run.sizes.ahead) == ("selective: mla_up_proj", 1, 1)
     assert run.stage_blocks == (5, *[4] * 14, 3)
     assert run.stack.expert_imbalance == 0
-    other = {**BRIDGE, "source_id": "dgxc_2411"}
+    assert (run.stack.gradient_bytes, run.stack.moment_bytes) == (2, 2)
+    other = {**BRIDGE, "source_id": "simumax_b200"}
     assert configured.as_configured(other) == other
     without = configured.as_configured(
         {**BRIDGE, "source_id": "mbridge_25.11", "model": "DeepSeekV3 (w/o MTP)", "gpu": "GB200"}
     )
     assert without["mtp_layers"] == "0"
+
+
+def test_a_recipe_says_where_dense_models_keep_their_state():
+    """Megatron-Bridge at v0.3.0: LLAMA3_70B_PRETRAIN_CONFIG_GB200_FP8_CS_V2 has 40 layers on the
+    host; in bf16 the optimizer keeps 16 bits of each master, as NeMo's of 2024 does.
+    """
+
+    def said(**cells: str):
+        row = {**BRIDGE, "gpu": "GB200", "model": "LLAMA3_70B", "zero_stage": "", "ep": "", **cells}
+        return parse_row(configured.as_configured(row)).stack
+
+    sharded = said(zero_stage="3", pp="1", dp="256", dtype="fp8")
+    assert (sharded.layers_on_host, sharded.gradient_bytes, sharded.master_bytes) == (40, 2, 4)
+    assert said(dtype="bf16").master_bytes == 2
+    nemo = said(source_id="dgxc_2411", dtype="fp8")
+    assert (nemo.layers_on_host, nemo.gradient_bytes, nemo.master_bytes) == (0, 2, 2)
 
 
 def test_what_earlier_rows_added_holds_for_later_ones():

@@ -4,10 +4,12 @@ from dataclasses import replace
 from math import exp, sqrt
 
 import pytest
+from scipy.stats import t as student
 
 from costmodel import estimate
 from costmodel.execution import execution as execution_records
 from costmodel.execution import find_execution
+from costmodel.execution.execution import memory_residuals
 from costmodel.memory.parts import MemoryParts, with_overheads
 from costmodel.uncertainty import (
     Interval,
@@ -227,3 +229,28 @@ def test_the_limit_that_an_estimate_needs_leaves_it_just_so_much(execution, odds
     h100, runtime = load_profile("h100-sxm5-80gb"), find_execution(execution)
     needed = needed_limit_bytes(2.0**36, h100, runtime, odds)
     assert usable_bytes(needed, h100, runtime, odds) == pytest.approx(2.0**36, rel=1e-12)
+
+
+@pytest.mark.parametrize("odds", [0.6, 0.9, 0.975, 0.999])
+def test_memory_has_the_tails_of_students_t(h100, odds):
+    """With 3 degrees of freedom, so scaled that a tenth lies beyond 1.28 sigmas; the allocator's
+    share is as measured.
+    """
+    figure = h100.file.allocator_overhead_fraction
+    figure = figure.model_copy(update={"low": figure.value, "high": figure.value})
+    measured = changed(h100, allocator_overhead_fraction=figure)
+    runtime = find_execution("torchtitan-compiled")
+    sigma = sigma_of(memory_residuals(runtime.name))
+    room = measured.memory_bytes - measured.context_bytes
+    usable = usable_bytes(measured.memory_bytes, measured, runtime, odds)
+    sigmas = student.ppf(odds, 3) / student.ppf(0.9, 3) * 1.2816
+    assert room / (usable - measured.context_bytes) == pytest.approx(exp(sigmas * sigma), rel=1e-4)
+
+
+def test_runs_that_crashed_tell_how_sure_memory_is(h100):
+    """nanotron's need 1.242 times their live tensors, of which 5% is the device's own figure."""
+    parts = with_overheads(MemoryParts(parameter_bytes=10**9), h100)
+    found = memory_interval(parts, h100, find_execution("nanotron"))
+    held, more = 1.242e9, 0.028 / 1.05
+    expected = held * (1 + sqrt((exp(1.2816 * 0.134) - 1) ** 2 + more**2))
+    assert found.high_bytes - parts.context_bytes == pytest.approx(expected, rel=1e-6)

@@ -34,14 +34,21 @@ def test_odds_and_hosts_have_sections_of_their_own():
     parts = [(0.5, 1.01, 50, 90), (0.0, 0.5, 40, 5), (0.5, 0.7, 10, 60), (0.99, 1.01, 100, 99)]
     odds = odds_section(
         [
-            {"odds_from": low, "odds_to": high, "runs": runs, "odds_pct": 50, "ran_pct": ran}
+            {
+                "odds_from": low,
+                "odds_to": high,
+                "runs": runs,
+                "odds_pct": 50,
+                "ran_pct": ran,
+                "fit_pct": 97,
+            }
             for low, high, runs, ran in parts
         ]
     )
     # 38 + 4 + 1 crashed, 2 + 6 + 99 ran.
     assert "38 of 43 (88.4%)" in odds
     assert "2 of 107 (1.9%)" in odds
-    assert "| 99 to 100% | 100 | 50% | 99% |" in odds
+    assert "| 99 to 100% | 100 | 50% | 99% | 97% |" in odds
     assert "| 50 to 101%" not in odds
     line = {
         "gpu": "H100",

@@ -16,8 +16,9 @@ vocab_multiple seq_len params_b global_batch micro_batch tp cp pp dp vpp sp ep e
 experts_per_token shared_width dense_layers dense_ffn query_rank key_rank rope_dim norm positions
 bias qk_norm max_positions encoder_layers encoder_seq_len sees_all transforms_head mtp_layers
 dispatcher expert_imbalance attention dropout deterministic cut_products grouped_experts
-keeps_narrow wide_softmax masks_batch gradient_bytes loss_bytes cp_comm not_overlapped pp_layout
-zero_stage microbatch_group schedule recompute recompute_layers dtype tied lora_rank model notes
+keeps_narrow wide_softmax masks_batch gradient_bytes moment_bytes master_bytes loss_bytes cp_comm
+not_overlapped pp_layout layers_on_host zero_stage microbatch_group schedule recompute
+recompute_layers dtype tied lora_rank model notes
 """
 COLUMNS = frozenset(_NAMES.split())
 """Columns of a row."""

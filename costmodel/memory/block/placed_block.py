@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -84,6 +84,21 @@ class BlockBytes:
     """Those of its parameters that lie on the experts' mesh."""
     deferred: Callable[[], BlockBytes | None] = lambda: None
     """The block with its weight gradients deferred, if it keeps other things then."""
+
+    def on_host(self) -> BlockBytes:
+        """Return the block where all that it saves lies on the host between its two jobs.
+
+        While it runs backward, what the block before it saved arrives; layers save alike.
+        """
+        inputs = sum(edge.num_bytes for edge in self.inputs if edge.is_kept)
+        arriving = self.kept_bytes + self.recomputed_bytes + inputs
+        return replace(
+            self,
+            inputs=tuple(edge._replace(is_kept=False) for edge in self.inputs),
+            kept_bytes=0,
+            recomputed_bytes=arriving,
+            recompute_rise_bytes=max(self.recompute_rise_bytes, 2 * arriving),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -57,7 +57,8 @@ def scaled_rates(
     if device.float8_tflop_per_s is not None:
         narrow = device.float8_tflop_per_s * TFLOP
         peaks |= {dtype: narrow for dtype in peaks if dtype.startswith("float8")}
-    if float4_per_float8 := device_file(device.reference).float4_per_float8:
+    of_reference = device_file(device.reference).float4_per_float8
+    if float4_per_float8 := device.float4_per_float8 or of_reference:
         peaks[FOUR_BITS] = float4_per_float8 * peaks["float8_e4m3fn"]
     return replace(
         rates,

@@ -17,8 +17,9 @@ from costmodel.execution.executed_kernels import is_attention, is_product
 from costmodel.table.kernels import DeviceRates
 from costmodel.table.rows.row_words import modules_recomputed
 from costmodel.table.rows.run_row import RowError, RunRow
-from planner.language.graph import Op
+from planner.language.graph import Op, Program
 from planner.language.layout.axes import Degrees
+from planner.language.ops.record import family_of
 from planner.language.plan import (
     BlocksRecompute,
     ClassLayout,
@@ -189,7 +190,9 @@ def recomputed_ops(model: Transformer, recompute: str, by_op: bool) -> tuple[Cla
     if recompute == "none":
         return ()
     classes = build_transformer(model).classes
-    again = tuple(f".{part}" for part in modules_recomputed(recompute))
+    again, discarded = (
+        tuple(f".{part}" for part in parts) for parts in modules_recomputed(recompute)
+    )
     chosen = []
     for index, program in enumerate(classes):
         # The first class is the embedding, the last the head.
@@ -202,9 +205,25 @@ def recomputed_ops(model: Transformer, recompute: str, by_op: bool) -> tuple[Cla
             saved = {op.name for op in program.ops if is_attention(op)} | set(products[::2])
             ops = tuple(op for op in program.ops if op.name not in saved)
         else:
-            ops = tuple(op for op in program.ops if f".{op.module}".endswith(again))
+            views = _views_of(program, discarded)
+            ops = tuple(
+                op for op in program.ops if op.name in views or f".{op.module}".endswith(again)
+            )
         chosen.append(ClassRecompute(class_index=index, ops=tuple(op.name for op in ops)))
     return tuple(chosen)
+
+
+def _views_of(program: Program, modules: tuple[str, ...]) -> frozenset[str]:
+    """Return the ops that give views of what these modules make: no memory of their own."""
+    made: set[str] = set()
+    views = set()
+    for op in program.ops:
+        is_view = family_of(op.target).moves_nothing and not made.isdisjoint(op.inputs)
+        if is_view:
+            views.add(op.name)
+        if is_view or (modules and f".{op.module}".endswith(modules)):
+            made.update(op.outputs)
+    return frozenset(views)
 
 
 def _balanced_bounds(model: Transformer, stages: int) -> list[int]:

@@ -191,12 +191,19 @@ def _said_parts(cells: Cells, stack: Execution) -> Execution:
         stack = replace(stack, masks_batch=True)
     if cells.given("cut_products", least=0):
         stack = replace(stack, layer_workspaces=CUT_STREAMS)
-    gradient_bytes = cells.given("gradient_bytes")
+    gradient_bytes = _given_width(cells, "gradient_bytes")
     if gradient_bytes is not None:
-        if gradient_bytes not in (2, 4):
-            raise RowError(f"gradient_bytes={gradient_bytes} is not priced; use 2 or 4")
         # Sums travel as they lie (megatron/core/distributed/param_and_grad_buffer.py).
         stack = replace(stack, gradient_bytes=gradient_bytes, reduced_bytes=gradient_bytes)
+    for column in ("moment_bytes", "master_bytes"):
+        if width := _given_width(cells, column):
+            stack = replace(stack, **{column: width})
+    on_host = cells.given("layers_on_host", least=0)
+    if on_host:
+        if (cells.given("pp") or 1) > 1:
+            # (Megatron-LM refuses it, too: transformer_config.py, cpu_offloading.)
+            raise RowError(f"layers_on_host={on_host} with a pipeline is not priced; use pp=1")
+        stack = replace(stack, layers_on_host=on_host)
     loss_bytes = cells.given("loss_bytes")
     if loss_bytes is not None:
         stack = replace(stack, loss_bytes=loss_bytes)
@@ -211,6 +218,14 @@ def _said_parts(cells: Cells, stack: Execution) -> Execution:
     if not shown:
         return stack
     return replace(stack, overlaps=tuple(name for name in stack.overlaps if name not in shown))
+
+
+def _given_width(cells: Cells, column: str) -> int | None:
+    """Return the bytes of an element that a column states."""
+    width = cells.given(column)
+    if width not in (None, 2, 4):
+        raise RowError(f"{column}={width} is not priced; use 2 or 4")
+    return width
 
 
 def _takes_flash(cells: Cells, stack: Execution) -> bool:

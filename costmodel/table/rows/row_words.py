@@ -51,6 +51,9 @@ RECOMPUTED_MODULES = {
 """Modules of ours that each of Megatron-LM's `--recompute-modules` runs again
 (megatron/core/transformer/transformer_config.py, core_v0.15.0); core_attn where a row says
 selective and names none (Korthikanti et al. 2022)."""
+DISCARDING = frozenset({"layernorm", "mla_up_proj", "moe_act"})
+"""Those of them whose results are discarded and made again, with all views of them; results of
+others stay for what takes them (transformer_config.py, recompute_modules)."""
 _ZEROS = (
     (r"^(none|no|off|false|ddp|dp)$", 0),
     (r"(?<![\d.])0", 0),
@@ -104,10 +107,17 @@ def recompute_of(text: str) -> str | None:
     return f"{known}: {', '.join(named)}" if known == "selective" and named else known
 
 
-def modules_recomputed(recompute: str) -> tuple[str, ...]:
-    """Return the modules of our templates that a selective recomputation runs again."""
+def modules_recomputed(recompute: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the modules of our templates that a selective recomputation runs again: all of them,
+    and those whose results are discarded.
+    """
     named = recompute.partition(":")[2].replace(",", " ").split() or ["core_attn"]
-    return tuple(part for name in named for part in RECOMPUTED_MODULES[name])
+    discarding = [name for name in named if name in DISCARDING]
+    again, discarded = (
+        tuple(part for name in names for part in RECOMPUTED_MODULES[name])
+        for names in (named, discarding)
+    )
+    return again, discarded
 
 
 def schedule_of(text: str) -> str | None:

@@ -12,8 +12,9 @@ from costmodel.table.rows.row_plan import (
     retry_seconds,
     transformer_of,
 )
-from costmodel.table.rows.rows import predict_row, run_of
+from costmodel.table.rows.rows import predict_row, price_row, run_of
 from planner.errors import PlannerError
+from planner.language.ops.record import family_of
 from planner.language.templates import build_transformer
 
 GPT = {
@@ -277,7 +278,8 @@ def test_rows_in_eight_bits_are_padded_and_multiplied_one_by_one() -> None:
 
 
 def test_modules_named_by_a_row_run_again() -> None:
-    """Up-projections of latent attention and experts' activations, and nothing else."""
+    """Up-projections of latent attention and experts' activations, and nothing else but views of
+    them, which attention takes: their results are discarded."""
     row = {**MIXTRAL, "model": "DeepSeek-V3", "recompute": "selective: mla_up_proj, moe_act"}
     run, _, _ = run_of(row)
     plan = plan_of(run, transformer_of(run), devices_per_node=8)
@@ -286,7 +288,7 @@ def test_modules_named_by_a_row_run_again() -> None:
         op.module
         for chosen in plan.recomputed
         for op in graph.classes[chosen.class_index].ops
-        if op.name in chosen.ops
+        if op.name in chosen.ops and family_of(op.target).view is None
     }
     parts = ("q_up", "kv_up", "rotary")
     assert again == {f"self_attention.{part}" for part in parts} | {"mlp.experts.act"}
@@ -347,3 +349,14 @@ def test_experts_products_have_a_workspace_on_each_stream(gpu: str, each_mib: in
             RowPrices().estimate(each, profile, rates).memory[0] for each in (run, without)
         )
         assert held.parameter_bytes - less.parameter_bytes == streams * each_mib * 2**20
+
+
+def test_layers_on_the_host_keep_nothing_on_the_device() -> None:
+    """Half of 80 equal layers: half of what a microbatch keeps, and the same step."""
+    row = {"gpu": "GB200", "stack": "megatron-core", "model": "Llama-3-70B", "gpus": "64",
+           "zero_stage": "3", "tp": "1", "pp": "1", "dp": "64", "seq_len": "8192", "dtype": "fp8",
+           "micro_batch": "2", "global_batch": "128", "recompute": "none"}  # fmt: skip
+    here, away = (price_row({**row, "layers_on_host": told}).estimate for told in ("", "40"))
+    kept = [float(found.memory[0].activation_bytes) for found in (here, away)]
+    assert kept[1] == pytest.approx(kept[0] / 2, rel=0.02)
+    assert away.step_s == here.step_s

@@ -9,7 +9,8 @@ from costmodel.execution.executed_kernels import is_product, products_of_head
 from costmodel.execution.execution import find_execution
 from costmodel.execution.saves import NARROW, as_saved
 from costmodel.table.kernels import load_rates
-from costmodel.table.rows.rows import price_row
+from costmodel.table.rows.row_plan import RowPrices
+from costmodel.table.rows.rows import price_row, run_of
 from costmodel.table.rows.run_row import RowError
 from planner.language.layout.redistribute import REDISTRIBUTE
 from planner.language.templates.splits import tp_layouts
@@ -95,3 +96,59 @@ def test_frozen_weights_and_what_gates_take_may_lie_in_8_bits():
     ] == ("yes")
     with pytest.raises(RowError, match="keeps_narrow=gradients is not priced; use some of weights"):
         price_row({**row, "keeps_narrow": "gradients"})
+
+
+LATENT = {
+    "gpu": "H100", "stack": "megatron-core", "model": "DeepSeek-V3", "gpus": "64", "tp": "1",
+    "pp": "1", "dp": "64", "ep": "64", "seq_len": "4096", "micro_batch": "1", "global_batch": "64",
+    "notes": "force-balanced",
+}  # fmt: skip
+"""Layers of 7,168 with 128 heads, of 192 queries and keys and 128 values."""
+DENSE, EXPERTS = 1, 2
+"""Classes of its layers."""
+
+
+def kept_of(class_index: int, dtype: str, recompute: str) -> int:
+    """Return what a layer keeps for its backward, where the row recomputes this."""
+    run, profile, rates = run_of({**LATENT, "dtype": dtype, "recompute": recompute})
+    plan, costs = RowPrices().plan(run, profile, rates)
+    chosen = {choice.class_index: choice.ops for choice in plan.recomputed}
+    return costs.block_bytes(
+        class_index,
+        1,
+        plan.degrees,
+        plan.layouts_of(class_index, degrees=plan.degrees),
+        recompute="selective" if chosen else "none",
+        recomputed=chosen.get(class_index),
+    ).kept_bytes
+
+
+@pytest.mark.parametrize("class_index", [DENSE, EXPERTS])
+def test_up_projections_that_run_again_leave_queries_keys_and_values(class_index):
+    """In 8 bits the wide inputs of the projections, 1,536 and 512 columns of norms' results, take
+    the place of their casts (Transformer Engine, set_save_original_input).
+    """
+    gone = 4096 * 2 * 128 * (192 + 192 + 128)
+    less = {
+        dtype: kept_of(class_index, dtype, "none")
+        - kept_of(class_index, dtype, "selective: mla_up_proj")
+        for dtype in ("bf16", "mxfp8")
+    }
+    assert less["bf16"] == gone
+    assert less["mxfp8"] == gone - 4096 * (1536 + 512)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bf16", 2), ("mxfp8", 1)])
+def test_activations_of_experts_that_run_again_leave_no_cast(dtype, size):
+    """8 rows of 2,048 a token, in 16 and in 8 bits."""
+    recomputed = kept_of(EXPERTS, dtype, "selective: moe_act")
+    assert kept_of(EXPERTS, dtype, "none") - recomputed == 4096 * 8 * 2048 * size
+
+
+@pytest.mark.parametrize(
+    ("class_index", "modules"),
+    [(DENSE, "core_attn"), (EXPERTS, "layernorm"), (DENSE, "mlp"), (EXPERTS, "shared_experts")],
+)
+def test_modules_that_run_again_leave_less_in_8_bits(class_index, modules):
+    recomputed = kept_of(class_index, "mxfp8", f"selective: {modules}")
+    assert recomputed < kept_of(class_index, "mxfp8", "none")

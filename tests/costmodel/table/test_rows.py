@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from costmodel.table.kernels import load_rates
+from costmodel.table.kernels import FOUR_BITS, load_rates
 from costmodel.table.rows import rows
 from costmodel.table.rows.devices import device_of, is_scaled, scaled_rates
 from costmodel.table.rows.row_files import read_rows
-from costmodel.table.rows.rows import estimate_file, estimate_rows, predict_row
+from costmodel.table.rows.rows import estimate_file, estimate_rows, machine_of, predict_row
 from planner.errors import PlannerError
 from profiles import load_profile
 from tests.costmodel.table.rows_of_runs import ROW
@@ -183,3 +183,11 @@ def test_products_in_8_bits_of_mi300x_are_slower_beside_the_h100s_than_those_in_
     wide, narrow = "bfloat16", "float8_e4m3fn"
     assert peaks[wide] / rates.peak_flop_per_s[wide] == pytest.approx(620 / 718, rel=0.01)
     assert peaks[narrow] / rates.peak_flop_per_s[narrow] == pytest.approx(990 / 1280, rel=0.01)
+
+
+def test_blackwell_ultra_multiplies_in_4_bits_three_times_as_fast_as_in_8():
+    """HGX B300: 108 PFLOP/s in NVFP4 without sparsity and 36 in FP8; HGX B200: twice as fast."""
+    for gpu, times in (("GB300", 3), ("B300", 3), ("GB200", 2), ("B200", 2)):
+        _, rates, _ = machine_of({"gpu": gpu})
+        peaks = rates.peak_flop_per_s
+        assert peaks[FOUR_BITS] == pytest.approx(times * peaks["float8_e4m3fn"])

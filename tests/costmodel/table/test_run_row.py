@@ -182,6 +182,9 @@ def test_experts_lie_on_tensor_parallel_ranks_where_there_are_no_others():
         ({"attention": "unfused"}, "flash_attention", False),
         ({"dropout": "1"}, "dropout", True),
         ({"gradient_bytes": "2"}, "gradient_bytes", 2),
+        ({"moment_bytes": "2"}, "moment_bytes", 2),
+        ({"master_bytes": "2"}, "master_bytes", 2),
+        ({"layers_on_host": "3", "pp": "1", "dp": "4"}, "layers_on_host", 3),
         ({"cp_comm": "all_gather"}, "rings_attention", False),
         ({"loss_bytes": "10"}, "loss_bytes", 10),
         ({"cp_comm": "p2p"}, "rings_attention", True),
@@ -222,6 +225,8 @@ def test_a_row_says_parts_of_its_model(cells, field, meant):
         ({"positions": "relative"}, "positions 'relative' are not priced; use rotary"),
         ({"attention": "half"}, "attention 'half' is not priced; use fused, flash or unfused"),
         ({"gradient_bytes": "3"}, "gradient_bytes=3 is not priced; use 2 or 4"),
+        ({"moment_bytes": "1"}, "moment_bytes=1 is not priced; use 2 or 4"),
+        ({"layers_on_host": "3", "pp": "2"}, "layers_on_host=3 with a pipeline is not priced"),
         ({"not_overlapped": "moe"}, "not_overlapped=moe is no kind of collective; use some of"),
     ],
 )  # fmt: skip

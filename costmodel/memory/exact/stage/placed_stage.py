@@ -197,15 +197,17 @@ class PlacedStages:
         recomputed = {choice.class_index: choice.ops for choice in plan.recomputed}
         lies = {edge.tensor: edge.taken for edge in incoming}
         blocks = []
+        # Block 0 is the embedding.
+        away = range(1, 1 + self._costs.execution.layers_on_host)
         kinds: dict[
-            tuple[int, Recompute, tuple[Placements, ...]],
+            tuple[int, Recompute, bool, tuple[Placements, ...]],
             tuple[BlockKind, tuple[Placements, ...]],
         ] = {}
         for index, choice in zip(stage.blocks, recompute, strict=True):
             block = graph.blocks[index]
             lying = tuple(lies.get(name, WHOLE) for name in block.inputs)
             # Blocks of a class that recompute alike and find their inputs alike hold the same.
-            key = block.class_index, choice, lying
+            key = block.class_index, choice, index in away, lying
             if key not in kinds:
                 takes, _, makes = block_placements(graph, plan, index, stage_index)
                 found = self._costs.block_bytes(
@@ -218,6 +220,8 @@ class PlacedStages:
                     beside=plan.makes_beside,
                     logit_rows=plan.logit_rows,
                 )
+                if index in away:
+                    found = found.on_host()
                 shapes = (graph.tensor[name].shape_at(size) for name in block.inputs)
                 copies = tuple(
                     copy_between(lie, take, edge.num_bytes, shape, degrees=degrees)
