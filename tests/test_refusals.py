@@ -131,7 +131,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "--price cheap is not understood; it is money per device and hour": lambda: parse_price(
         "cheap"
     ),
-    "--precision odd was given; use model, bf16, fp16, fp8 or": lambda: parse_precision("odd"),
+    "--precision odd was given; use model, bf16, fp16, fp8, ": lambda: parse_precision("odd"),
     "--node-mtbf was given; give --checkpoint-seconds and --restart-seconds with it": lambda: (
         LongRun(node_mtbf=1).failures()
     ),

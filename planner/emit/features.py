@@ -185,6 +185,6 @@ _OTHERS = (
     # their own way; the results are the same, so nothing is to be told.
     Feature(name="receive-ahead", fields=("receive_ahead",), used=lambda plan: ""),
     Feature(name="kernels", fields=("kernels",), used=lambda plan: ""),
-    Feature(name="overlap", fields=("overlap",), used=lambda plan: ""),
+    Feature(name="overlap", fields=("overlap", "gather_pieces"), used=lambda plan: ""),
     Feature(name="logits", fields=("logit_rows",), used=lambda plan: ""),
 )
