@@ -1,8 +1,9 @@
 """Parameters with copies on several stages: who exchanges their gradients with whom.
 
 Where the pp ranks that hold copies have meshes of one shape and place it alike, ranks at one
-place hold the same piece, and one all-reduce sums it. Else every rank is sent the parts of its own piece from the pieces of each other mesh, and adds them up in the
-order of the pp ranks, so that the copies stay equal to the last bit.
+place hold the same piece, and one all-reduce sums it. Else every rank is sent the parts of its own
+piece from the pieces of each other mesh, and adds them up in the order of the pp ranks, so that the
+copies stay equal to the last bit.
 """
 
 from __future__ import annotations
