@@ -19,6 +19,8 @@ from planner.language.plan import Plan
 from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue
 from planner.runtime.step.executor import Executor
 from planner.runtime.step.messages.p2p import Message
+from tests.captures import capture_module
+from tests.runtime.beside import OneProcess, sgd
 from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks
 
@@ -96,6 +98,33 @@ def test_the_sum_is_added_to_in_place():
     product(torch.randn(4, IN, dtype=torch.float64), weight).sum().backward()
     assert weight.grad is given
     assert given.abs().sum() > 0
+
+
+class Biased(nn.Module):
+    """A product whose bias has a dim more than outputs, or one number for all of them."""
+
+    def __init__(self, sizes: tuple[int, ...]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(IN, 2 * OUT) / IN**0.5)  # in fp32
+        self.bias = nn.Parameter(torch.randn(sizes))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight).tanh().mean()
+
+
+@pytest.mark.parametrize("sizes", [(1, 2 * OUT), (1,)])
+def test_a_bias_of_another_shape_than_outputs(sizes):
+    """Products of ours sum a gradient of outputs; such a bias leaves its product to autograd."""
+    two, three, batch = ((torch.randn(n, IN),) for n in (2, 3, 4))
+    module = Biased(sizes)
+    plan = default_plan(capture_module(module, two, three), microbatch_size=2, num_microbatches=2)
+    alone = OneProcess(module, sgd)
+    engine = planner.apply(plan, module, optimizer=sgd(module))
+    assert engine.step(batch).item() == pytest.approx(alone.step(batch), rel=1e-6)
+    found = engine.full_gradients()
+    for name, gradient in alone.gradients().items():
+        torch.testing.assert_close(found[name], gradient)
+    engine.close()
 
 
 def waiting_when_sent(plan: Plan) -> list[int]:

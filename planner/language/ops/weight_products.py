@@ -50,7 +50,11 @@ def deferrable_products(program: Program) -> dict[str, ProductArgs]:
         x, weight, bias, _ = product
         is_trained = weight.name in from_params and program.tensor[weight.name].requires_grad
         two_dims = len(program.tensor[weight.name].shape) == 2
-        bias_is_ours = bias is None or bias.name in from_params
+        # (One that is spread over outputs, or has a dim more, has its gradient from autograd.)
+        bias_is_ours = bias is None or (
+            bias.name in from_params
+            and program.tensor[bias.name].shape == program.tensor[op.outputs[0]].shape[-1:]
+        )
         if is_trained and two_dims and bias_is_ours and x.name not in from_params:
             found[op.name] = product
     return found

@@ -13,9 +13,10 @@ from planner.language.graph import TensorMeta
 from planner.language.layout.placement import Replicate, Shard
 from planner.language.layout.placements import WHOLE as WHOLE_MODEL
 from planner.language.lowering.defaults import default_plan
+from planner.language.plan import Plan
 from planner.runtime.state.gradients.tied import boxes_of, tied_copies
 from tests.runtime.alone import mesh_of
-from tests.runtime.scenarios import capture
+from tests.runtime.scenarios import capture, check_plans
 
 WEIGHT = TensorMeta(name="w", shape=(10, 4), dtype="float32", kind="param", requires_grad=True)
 ODD = replace(WEIGHT, shape=(10, 3))
@@ -81,3 +82,30 @@ def test_copies_on_one_rank_have_the_sum_of_their_gradients(graph):
     second.grad.add_(1)
     tied.sum()
     assert torch.equal(first.grad, torch.full((3,), 3.0))
+
+
+def placed_otherwise(placement: str) -> Plan:
+    """Two stages of tp 2, of which the last has its product's weight, the embedding's too, so."""
+    graph = capture("small-tied-gpt", torch.float64)
+    plan = default_plan(graph, tp=2, pp=2, num_microbatches=2)
+    last = graph.blocks[-1]
+    shared = last.params.index(graph.blocks[0].params[0])
+    layouts = []
+    for layout in plan.layouts:
+        if layout.class_index == last.class_index:
+            program = graph.classes[layout.class_index]
+            weight = program.params[shared]
+            product = next(op.name for op in program.ops if weight in op.inputs)
+            whole = {what: ("R",) * len(getattr(layout, what)) for what in ("inputs", "outputs")}
+            params = tuple(placement if name == weight else "R" for name in program.params)
+            ways = {"S(0)": "R,S(0)->S(2)", "S(1)": "S(2),S(1)->P", "R": "R,R->R"}
+            ops = ((product, ways[placement]),)
+            layout = layout.model_copy(update=whole | {"params": params, "ops": ops})
+        layouts.append(layout)
+    return plan.model_copy(update={"layouts": tuple(layouts)})
+
+
+def test_copies_that_stages_place_otherwise_are_summed_by_their_parts():
+    """Ranks at one place of two stages then hold other pieces, of one size (S(0), S(1)) or not."""
+    plans = [placed_otherwise(placement) for placement in ("S(0)", "S(1)", "R")]
+    check_plans(4, [("small-tied-gpt", plan) for plan in plans])

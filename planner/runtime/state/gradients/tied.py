@@ -1,15 +1,15 @@
 """Parameters with copies on several stages: who exchanges their gradients with whom.
 
-Where the pp ranks that hold copies have meshes of one shape, ranks at one place hold the
-same piece, and one all-reduce sums it. Between meshes of different shapes every rank is
-sent the parts of its own piece from the pieces of each other mesh, and adds them up in the
-order of the pp ranks, so that the copies stay equal to the last bit.
+Where the pp ranks that hold copies have meshes of one shape and place it alike, ranks at one
+place hold the same piece, and one all-reduce sums it. Else every rank is sent the parts of its own
+piece from the pieces of each other mesh, and adds them up in the order of the pp ranks, so that the
+copies stay equal to the last bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -47,21 +47,23 @@ def tied_copies(
     `owners` name what is trained of each of this rank's stages; those `without` are summed
     elsewhere (`planner.runtime.state.tables`). Every rank calls this and goes
     through the groups in the same order. Raises LayoutError for a copy that can't be matched
-    with those on a mesh of another shape.
+    with those on a mesh of another shape, or of other placements.
     """
-    by_holders: dict[tuple[int, ...], list[TensorMeta]] = {}
+    by_holders: dict[tuple[tuple[int, ...], bool], list[TensorMeta]] = {}
+    placed = cache(partial(param_placements, graph, plan))
     for meta in graph.params:
         users = [s for s, names in enumerate(stage_params(graph, plan)) if meta.name in names]
         if meta.requires_grad and len(users) > 1 and meta.fqn not in without:
             holders = tuple(sorted({plan.stages[s].pp_rank for s in users}))
-            by_holders.setdefault(holders, []).append(meta)
+            pieces = {(mesh.meshes[at].shape, placed(at)[meta.name]) for at in holders}
+            by_holders.setdefault((holders, len(pieces) == 1), []).append(meta)
     result = []
     # Sorted: all ranks make the groups in the same order, those that hold no copy too.
     named = [owner.named_params() for owner in owners.values()]
-    for holders, shared in sorted(by_holders.items()):
+    for (holders, is_alike), shared in sorted(by_holders.items()):
         # (Of experts' own parameters a rank, and those at its place on other meshes, have some.)
         metas = [meta for meta in shared if any(meta.fqn in params for params in named)]
-        exchange = _exchange(graph, plan, mesh, holders, metas)
+        exchange = _exchange(graph, plan, mesh, holders, metas, is_alike=is_alike)
         if mesh.rank("pp") in holders:
             copies = [[p[meta.fqn] for p in named if meta.fqn in p] for meta in metas]
             result.append(TiedCopies(copies, exchange))
@@ -74,12 +76,15 @@ def _exchange(
     mesh: Mesh,
     holders: tuple[int, ...],
     metas: Sequence[TensorMeta],
+    *,
+    is_alike: bool,
 ) -> Exchange:
+    """Return what sums these parameters over pp ranks; `is_alike`: each has pieces of one kind."""
     meshes = [mesh.meshes[pp_rank] for pp_rank in holders]
     if len(holders) == 1:
         return lambda totals: totals
-    if len({m.shape for m in meshes}) == 1:
-        # Ranks at one place of meshes of one shape hold the same piece.
+    if is_alike:
+        # Ranks at one place hold the same piece.
         group = mesh.open_group(zip(*(m.ranks for m in meshes), strict=True))
         return partial(_all_reduce, group=group)
     placements = [param_placements(graph, plan, pp_rank) for pp_rank in holders]
@@ -111,8 +116,8 @@ def boxes_of(
             users = [block.name for block in graph.blocks if meta.name in block.params]
             raise LayoutError(
                 f"blocks {users[0]} and {users[-1]} share {meta.fqn}, which lies as {placement} on "
-                f"{axis}, and their stages have different {axis}; give both stages the same "
-                f"{axis}, or pin it to R"
+                f"{axis}, and their stages have different {axis} or place it otherwise; give both "
+                f"stages the same {axis}, or pin it to R"
             )
     mesh = plan.mesh(pp_rank)
     shared = sharing_of(meta, placements, plan, pp_rank)
