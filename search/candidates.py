@@ -265,14 +265,23 @@ class Candidates:
         pipeline = configuration.schedule, configuration.pp, configuration.vpp
         key = (table.key, *pipeline, ranks.polls)
         if key not in self._even_stages:
-            stages = configuration.pp * configuration.vpp
-            if (table.key, stages) not in self._even_cuts:
-                seconds = table.forward_s + table.backward_s
-                cuts = self.cuts_of(stages) or self._even_cut(seconds.tolist(), stages)
-                self._even_cuts[table.key, stages] = cuts
-            cuts = self._even_cuts[table.key, stages]
+            cuts = self._even_cuts_of(table, configuration.pp * configuration.vpp)
             self._even_stages[key] = InterleavedStages.between(ranks, cuts).cut
         return InterleavedStages(ranks=ranks, cut=self._even_stages[key])
+
+    def have_equal_cuts(self, configuration: Configuration, table: StageTable) -> bool:
+        """Whether interleaved stages lie alike under all tables that a table stands for."""
+        stages = configuration.pp * configuration.vpp
+        return len({self._even_cuts_of(own, stages) for own in table.members}) == 1
+
+    def _even_cuts_of(self, table: StageTable, num_stages: int) -> tuple[int, ...]:
+        """Return the most even stage boundaries."""
+        key = table.key, num_stages
+        if key not in self._even_cuts:
+            seconds = table.forward_s + table.backward_s
+            cuts = self.cuts_of(num_stages) or self._even_cut(seconds.tolist(), num_stages)
+            self._even_cuts[key] = cuts
+        return self._even_cuts[key]
 
     def cuts_of(self, num_stages: int) -> tuple[int, ...]:
         """Return the boundaries of so many stages where the request or the stack fixes them."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from costmodel import Estimate
 from planner.deadline import OutOfTime, is_late
@@ -19,6 +21,7 @@ from search.partition.least_recompute import with_recompute
 from search.request import RunnerUp
 from search.search_state import SearchState
 from search.space.configuration import Configuration, Shape
+from search.stages.stage_table import StageTable
 
 MOST_RUNNERS_UP = 5
 _NEAR = 1.5
@@ -64,12 +67,12 @@ def _evaluate_set_aside(
     Two queues, the least bound first: nodes to partition, and partitions to evaluate.
     """
     waiting = [
-        (bound, wave, ticket, node)
+        (bound, wave, (ticket, at), node)
         for bound, wave, ticket, lost in search.set_aside
-        if isinstance(node := _unpartitioned(lost), ShapeNode | ConfigurationNode)
+        for at, node in enumerate(_apart(search, _unpartitioned(lost)))
     ]
     heapq.heapify(waiting)
-    partitioned: list[tuple[float, Wave, int, ConfigurationNode, Cut]] = []
+    partitioned: list[tuple[float, Wave, tuple[int, int], ConfigurationNode, Cut]] = []
     work, cuts, estimates = _MOST_WORK, 0, 0
     while len(found) <= MOST_RUNNERS_UP and estimates < _MOST_ESTIMATES and not is_late():
         limit = partitioned[0][0] if partitioned else ceiling
@@ -112,6 +115,23 @@ Waiting = ShapeNode | ConfigurationNode
 def _unpartitioned(lost: Node) -> Node:
     """Return a node without its partition."""
     return lost.of if isinstance(lost, PartitionedNode) else lost
+
+
+def _apart(search: SearchState, node: Node) -> Iterator[Waiting]:
+    """Yield a shape or a configuration under each table that its table stands for."""
+    if isinstance(node, ConfigurationNode) and len(node.table.members) > 1:
+        yield from node.apart(search, node.bound)
+    elif isinstance(node, ConfigurationNode) or (
+        isinstance(node, ShapeNode) and node.num_tables == 1
+    ):
+        yield node
+    elif isinstance(node, ShapeNode):
+        for own in node.table.members:
+            yield replace(node, find_table=partial(_same, own), num_tables=1)
+
+
+def _same(table: StageTable) -> StageTable:
+    return table
 
 
 def _configuration_of(node: Waiting) -> ConfigurationNode:
