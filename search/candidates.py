@@ -34,7 +34,7 @@ from search.request import SearchRequest
 from search.space.configuration import BlockSizes, Configuration, Shape
 from search.space.shapes import Space, list_shapes, space_of
 from search.stages.layout_candidates import LayoutCandidates
-from search.stages.logit_rows import check_chunks
+from search.stages.logit_rows import check_chunks, least_logit_bytes
 from search.stages.rank_stages import RankStages
 from search.stages.stage_table import StageTable, TableKey
 
@@ -142,6 +142,7 @@ class Candidates:
                 beside=request.overlap == "auto" and costs.adds_ops,
                 # (A choice for the whole plan, which stages that choose for themselves lack.)
                 logits="whole" if request.meshes == "own" or profile.groups else request.logits,
+                least_logit_bytes=least_logit_bytes(request, profile),
             )
 
         return cls(
@@ -162,6 +163,13 @@ class Candidates:
             expressed=expressed,
             split_rank=request.split_rank,
         )
+
+    def under(self, request: SearchRequest) -> Candidates:
+        """Return those of a request that may differ in its limit of memory: which logits are worth
+        making in chunks depends on it.
+        """
+        layouts = self.layouts.under(least_logit_bytes(request, self.layouts.costs.profile))
+        return self if layouts is self.layouts else replace(self, layouts=layouts)
 
     def shapes(self, request: SearchRequest) -> list[Shape]:
         """Return every shape that divides; raise LayoutError when there is none."""

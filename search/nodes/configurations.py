@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from search.branch_and_bound import EvaluatedPlan, Node, evaluated_plan
 from search.nodes.exact_recompute import ExactRecompute
@@ -66,12 +66,17 @@ class ShapeNode(Node[SearchState]):
                 is_cut and not search.candidates.have_equal_cuts(configuration, table)
             )
             for own in table.members if is_apart else (table,):
-                # Bounds that read the schedule hold for one stage a rank.
-                if is_cut:
-                    bound = search.candidates.interleaved(configuration, own).least_step_s
-                else:
-                    bound = search.bounds(own).least_step_s(configuration)
-                yield _configuration_node(self, search, configuration, own, bound)
+                yield _configuration_node(self, search, configuration, own)
+
+    def apart(self, search: SearchState) -> Iterator[ShapeNode]:
+        """Yield the shape under each table that its table stands for."""
+        for own in self.table.members:
+            bound = max(self.bound, search.bounds(own).least_step_of_shape(self.shape))
+            yield replace(self, bound=bound, find_table=partial(_same, own), num_tables=1)
+
+
+def _same(table: StageTable) -> StageTable:
+    return table
 
 
 def _configuration_node(
@@ -79,12 +84,17 @@ def _configuration_node(
     search: SearchState,
     configuration: Configuration,
     table: StageTable,
-    bound: float,
+    bound: float = 0.0,
 ) -> ConfigurationNode:
     """Return the node of a configuration that a parent holds, with what is known of it."""
     warm, key = search.warm_start, (configuration, table.key)
+    # Bounds that read the schedule hold for one stage a rank; several lie in one way only.
+    if configuration.vpp > 1:
+        own = search.candidates.interleaved(configuration, table).least_step_s
+    else:
+        own = search.bounds(table).least_step_s(configuration)
     return ConfigurationNode(
-        bound=max(parent.bound, bound, warm.bounds.get(key, 0.0)),
+        bound=max(parent.bound, bound, own, warm.bounds.get(key, 0.0)),
         wave=parent.wave,
         configuration=configuration,
         table=table,
@@ -99,9 +109,14 @@ class ConfigurationNode(PartitionableNode):
     table: StageTable
 
     @property
-    def num_configurations(self) -> int:
-        """One under each table that its table stands for."""
+    def num_tables(self) -> int:
+        """Tables that its table stands for."""
         return len(self.table.members)
+
+    @property
+    def num_configurations(self) -> int:
+        """One under each of them."""
+        return self.num_tables
 
     @property
     def label(self) -> str:
@@ -120,8 +135,10 @@ class ConfigurationNode(PartitionableNode):
         else:
             yield from self._best_partition(search)
 
-    def apart(self, search: SearchState, bound: float) -> Iterator[ConfigurationNode]:
-        """Yield the configuration under each table that its table stands for."""
+    def apart(self, search: SearchState, bound: float = 0.0) -> Iterator[ConfigurationNode]:
+        """Yield the configuration under each table that its table stands for; `bound` holds for
+        all of them.
+        """
         for own in self.table.members:
             yield _configuration_node(self, search, self.configuration, own, bound)
 
@@ -136,7 +153,7 @@ class ConfigurationNode(PartitionableNode):
             self._exclude(search, EVEN_CUT_TOO_LARGE)
         elif cut.value >= search.to_beat_s:
             yield replace(self, bound=max(self.bound, cut.value))
-        elif len(self.table.members) > 1:
+        elif self.num_tables > 1:
             yield from self.apart(search, cut.value)
         else:
             yield self.partitioned(cut, cut.value)
@@ -144,7 +161,7 @@ class ConfigurationNode(PartitionableNode):
     def _best_partition(self, search: SearchState) -> Outcomes:
         solver = search.request.solver
         solved = solve(self.problems(search)[0], solver=solver, ceiling=search.to_beat_s)
-        if solved.cut is not None and len(self.table.members) > 1:
+        if solved.cut is not None and self.num_tables > 1:
             yield from self.apart(search, solved.cut.value)
         elif solved.cut is not None:
             chosen = self.with_recompute(search, solved.cut)
@@ -160,7 +177,7 @@ class ConfigurationNode(PartitionableNode):
             self._exclude(search, BOUNDARIES_BEATEN, search.to_beat_s)
         else:
             self._exclude(search, NO_BOUNDARIES_FIT)
-            for _ in self.table.members:
+            for _ in range(self.num_tables):
                 note_too_large(search)
 
     def with_recompute(

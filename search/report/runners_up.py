@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from costmodel import Estimate
 from planner.deadline import OutOfTime, is_late
@@ -21,7 +19,6 @@ from search.partition.least_recompute import with_recompute
 from search.request import RunnerUp
 from search.search_state import SearchState
 from search.space.configuration import Configuration, Shape
-from search.stages.stage_table import StageTable
 
 MOST_RUNNERS_UP = 5
 _NEAR = 1.5
@@ -66,10 +63,10 @@ def _evaluate_set_aside(
 
     Two queues, the least bound first: nodes to partition, and partitions to evaluate.
     """
-    waiting = [
-        (bound, wave, (ticket, at), node)
+    waiting: list[tuple[float, Wave, tuple[int, int], Waiting]] = [
+        (bound, wave, (ticket, 0), node)
         for bound, wave, ticket, lost in search.set_aside
-        for at, node in enumerate(_apart(search, _unpartitioned(lost)))
+        if isinstance(node := _unpartitioned(lost), ShapeNode | ConfigurationNode)
     ]
     heapq.heapify(waiting)
     partitioned: list[tuple[float, Wave, tuple[int, int], ConfigurationNode, Cut]] = []
@@ -81,6 +78,11 @@ def _evaluate_set_aside(
         if waiting and waiting[0][0] <= limit and cuts < _MOST_CUTS:
             bound, wave, ticket, waited = heapq.heappop(waiting)
             if _degrees_of(_choices_of(waited)) in found or _num_jobs(waited) > work:
+                continue
+            if waited.num_tables > 1:
+                every: list[Waiting] = [*waited.apart(search)]
+                for at, own in enumerate(every, 1):
+                    heapq.heappush(waiting, (max(bound, own.bound), wave, (ticket[0], at), own))
                 continue
             cuts += 1
             node = _configuration_of(waited)
@@ -115,23 +117,6 @@ Waiting = ShapeNode | ConfigurationNode
 def _unpartitioned(lost: Node) -> Node:
     """Return a node without its partition."""
     return lost.of if isinstance(lost, PartitionedNode) else lost
-
-
-def _apart(search: SearchState, node: Node) -> Iterator[Waiting]:
-    """Yield a shape or a configuration under each table that its table stands for."""
-    if isinstance(node, ConfigurationNode) and len(node.table.members) > 1:
-        yield from node.apart(search, node.bound)
-    elif isinstance(node, ConfigurationNode) or (
-        isinstance(node, ShapeNode) and node.num_tables == 1
-    ):
-        yield node
-    elif isinstance(node, ShapeNode):
-        for own in node.table.members:
-            yield replace(node, find_table=partial(_same, own), num_tables=1)
-
-
-def _same(table: StageTable) -> StageTable:
-    return table
 
 
 def _configuration_of(node: Waiting) -> ConfigurationNode:

@@ -77,12 +77,17 @@ class EitherChain(ChainCosts):
     @cached_property
     def late_bytes(self) -> Floats:
         """As of a chain, the least of both."""
-        return np.minimum(self.whole.late_bytes, self.chunked.late_bytes)
+        least: Floats = np.minimum(self.whole.late_bytes, self.chunked.late_bytes)
+        return least
 
     @cached_property
     def backward_bytes(self) -> Floats:
-        """As of a chain, the least of both."""
-        return np.minimum(self.whole.backward_bytes, self.chunked.backward_bytes)
+        """As of a chain: with what blocks save here, the least of both with their own."""
+        whole, chunked = (
+            chain.blocks.saved_bytes + chain.backward_bytes for chain in (self.whole, self.chunked)
+        )
+        least: Floats = np.minimum(whole, chunked) - self.blocks.saved_bytes
+        return least
 
 
 @dataclass(kw_only=True, eq=False)

@@ -156,6 +156,17 @@ def test_few_bytes_are_worth_no_second_table():
         assert any(t.logit_rows for t in candidates.layouts.at(1, 1).tables) == has_chunks
 
 
+def test_what_is_worth_it_follows_from_the_limit_of_a_search():
+    """Not from the device: 4.2 GB are 5% of 80 GiB; candidates that are kept are asked again."""
+    large, free = Machine(memory_bytes=300.0 * GIB), request()
+    tight = request(memory_limit_bytes=80 * GIB)
+    of_free, of_tight = (Candidates.of(wide(), large, asked) for asked in (free, tight))
+    kept = (of_free, of_tight, of_free.under(tight), of_tight.under(free))
+    found = [any(t.logit_rows for t in each.layouts.at(1, 1).tables) for each in kept]
+    assert found == [False, True, True, False]
+    assert of_free.under(free) is of_free
+
+
 def test_chunks_have_about_as_many_logits_as_there_are_hidden_states(monkeypatch):
     monkeypatch.setattr(losses_in_chunks, "LEAST_ROWS", 1)
     candidates = Candidates.of(wide(), MACHINE, request(logits="chunked"))
