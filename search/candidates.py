@@ -34,7 +34,7 @@ from search.request import SearchRequest
 from search.space.configuration import BlockSizes, Configuration, Shape
 from search.space.shapes import Space, list_shapes, space_of
 from search.stages.layout_candidates import LayoutCandidates
-from search.stages.logit_rows import check_chunks
+from search.stages.logit_rows import check_chunks, least_logit_bytes
 from search.stages.rank_stages import RankStages
 from search.stages.stage_table import StageTable, TableKey
 
@@ -142,6 +142,7 @@ class Candidates:
                 beside=request.overlap == "auto" and costs.adds_ops,
                 # (A choice for the whole plan, which stages that choose for themselves lack.)
                 logits="whole" if request.meshes == "own" or profile.groups else request.logits,
+                least_logit_bytes=least_logit_bytes(request, profile),
             )
 
         return cls(
@@ -162,6 +163,13 @@ class Candidates:
             expressed=expressed,
             split_rank=request.split_rank,
         )
+
+    def under(self, request: SearchRequest) -> Candidates:
+        """Return those of a request that may differ in its limit of memory: which logits are worth
+        making in chunks depends on it.
+        """
+        layouts = self.layouts.under(least_logit_bytes(request, self.layouts.costs.profile))
+        return self if layouts is self.layouts else replace(self, layouts=layouts)
 
     def shapes(self, request: SearchRequest) -> list[Shape]:
         """Return every shape that divides; raise LayoutError when there is none."""
@@ -265,14 +273,23 @@ class Candidates:
         pipeline = configuration.schedule, configuration.pp, configuration.vpp
         key = (table.key, *pipeline, ranks.polls)
         if key not in self._even_stages:
-            stages = configuration.pp * configuration.vpp
-            if (table.key, stages) not in self._even_cuts:
-                seconds = table.forward_s + table.backward_s
-                cuts = self.cuts_of(stages) or self._even_cut(seconds.tolist(), stages)
-                self._even_cuts[table.key, stages] = cuts
-            cuts = self._even_cuts[table.key, stages]
+            cuts = self._even_cuts_of(table, configuration.pp * configuration.vpp)
             self._even_stages[key] = InterleavedStages.between(ranks, cuts).cut
         return InterleavedStages(ranks=ranks, cut=self._even_stages[key])
+
+    def have_equal_cuts(self, configuration: Configuration, table: StageTable) -> bool:
+        """Whether interleaved stages lie alike under all tables that a table stands for."""
+        stages = configuration.pp * configuration.vpp
+        return len({self._even_cuts_of(own, stages) for own in table.members}) == 1
+
+    def _even_cuts_of(self, table: StageTable, num_stages: int) -> tuple[int, ...]:
+        """Return the most even stage boundaries."""
+        key = table.key, num_stages
+        if key not in self._even_cuts:
+            seconds = table.forward_s + table.backward_s
+            cuts = self.cuts_of(num_stages) or self._even_cut(seconds.tolist(), num_stages)
+            self._even_cuts[key] = cuts
+        return self._even_cuts[key]
 
     def cuts_of(self, num_stages: int) -> tuple[int, ...]:
         """Return the boundaries of so many stages where the request or the stack fixes them."""

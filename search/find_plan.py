@@ -195,6 +195,7 @@ def search_among(
     if candidates.expressed is not None:
         check_expressed(request, candidates.expressed, candidates.smallest_nodes)
     request = _without_own_table(request)
+    candidates = candidates.under(request)
     shapes = candidates.shapes(request)
 
     def explore(*, every_size: bool) -> SearchState:
@@ -379,6 +380,7 @@ def _infeasible_result(candidates: Candidates, request: SearchRequest) -> Search
         return SearchResult(
             plan=None, reasons=explain_infeasible_groups(candidates.limits(request), request)
         )
+    candidates = candidates.under(request)
     leanest = find_leanest(candidates, candidates.shapes(_without_own_table(request)))
     limit = memory_limit(candidates, request)
     reasons, smallest = explain_infeasible(leanest, request, candidates.profile, limit)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, TypeVar
 
 import numpy as np
 
-from costmodel.time.stage_costs.load import StageLoad
+from costmodel.time.stage_costs.load import SAVED, StageLoad
 from planner.language.plan import Recompute
 from search.bounds.exchange import LeastExchange
 from search.bounds.round_trips import ZeroBubbleBound
@@ -113,6 +114,7 @@ class LeastCosts:
         """Return what a rank needs at least whose stage has this load (numbers, or arrays for
         several), holds one microbatch and takes the recompute choice that needs least.
         """
+        kept = reduce(np.minimum, (getattr(load, SAVED[choice]) for choice in choices))
+        least = replace(load, saved_bytes=kept)
         # These bounds read no schedule: a split backward proves the least, so it holds for all.
-        ranks = [rank_bound(self.table, config, load, choice) for choice in choices]
-        return np.min([replace(rank, splits_backward=True).least(1) for rank in ranks], axis=0)
+        return rank_bound(self.table, config, least, splits_backward=True).least(1)

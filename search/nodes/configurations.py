@@ -10,9 +10,9 @@ partition only, as even as blocks allow (`partition/interleaved`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from search.branch_and_bound import EvaluatedPlan, Node, evaluated_plan
 from search.nodes.exact_recompute import ExactRecompute
@@ -24,7 +24,7 @@ from search.partition.solvers import solve
 from search.priced_configuration import PricedConfiguration
 from search.request import INEXACT_SOLVER
 from search.search_state import NodeKey, Outcomes, SearchState
-from search.space.configuration import Shape
+from search.space.configuration import Configuration, Shape
 from search.stages.stage_table import StageTable
 
 EVEN_CUT_TOO_LARGE = "memory: the even cut or the whole chain does not fit"
@@ -41,6 +41,8 @@ class ShapeNode(Node[SearchState]):
 
     shape: Shape
     find_table: Callable[[], StageTable]
+    num_tables: int = 1
+    """Tables that the layout's table stands for."""
 
     @property
     def table(self) -> StageTable:
@@ -49,27 +51,55 @@ class ShapeNode(Node[SearchState]):
 
     @property
     def num_configurations(self) -> int:
-        """Schedules and ZeRO stages."""
-        return self.shape.num_configurations
+        """Schedules and ZeRO stages, under each table."""
+        return self.shape.num_configurations * self.num_tables
 
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the configurations, each with its own bound."""
         table = self.table
-        bounds, warm = search.bounds(table), search.warm_start
         for configuration in self.shape.configurations():
-            # Bounds that read the schedule hold for one stage a rank; several lie in one way only.
-            if configuration.vpp == 1:
-                own = bounds.least_step_s(configuration)
-            else:
-                own = search.candidates.interleaved(configuration, table).least_step_s
-            key = configuration, table.key
-            yield ConfigurationNode(
-                bound=max(self.bound, own, warm.bounds.get(key, 0.0)),
-                wave=self.wave,
-                configuration=configuration,
-                table=table,
-                infeasible=warm.infeasible.get(key, ()),
+            # A single stage is quick to look at; interleaved stages lie in one way only, which may
+            # be another for each table.
+            is_single = configuration.pp * configuration.vpp == 1
+            is_cut = configuration.vpp > 1
+            is_apart = is_single or (
+                is_cut and not search.candidates.have_equal_cuts(configuration, table)
             )
+            for own in table.members if is_apart else (table,):
+                yield _configuration_node(self, search, configuration, own)
+
+    def apart(self, search: SearchState) -> Iterator[ShapeNode]:
+        """Yield the shape under each table that its table stands for."""
+        for own in self.table.members:
+            bound = max(self.bound, search.bounds(own).least_step_of_shape(self.shape))
+            yield replace(self, bound=bound, find_table=partial(_same, own), num_tables=1)
+
+
+def _same(table: StageTable) -> StageTable:
+    return table
+
+
+def _configuration_node(
+    parent: Node[SearchState],
+    search: SearchState,
+    configuration: Configuration,
+    table: StageTable,
+    bound: float = 0.0,
+) -> ConfigurationNode:
+    """Return the node of a configuration that a parent holds, with what is known of it."""
+    warm, key = search.warm_start, (configuration, table.key)
+    # Bounds that read the schedule hold for one stage a rank; several lie in one way only.
+    if configuration.vpp > 1:
+        own = search.candidates.interleaved(configuration, table).least_step_s
+    else:
+        own = search.bounds(table).least_step_s(configuration)
+    return ConfigurationNode(
+        bound=max(parent.bound, bound, own, warm.bounds.get(key, 0.0)),
+        wave=parent.wave,
+        configuration=configuration,
+        table=table,
+        infeasible=warm.infeasible.get(key, ()),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,6 +107,16 @@ class ConfigurationNode(PartitionableNode):
     """A configuration with one layout (that of its table), and all its stage boundaries."""
 
     table: StageTable
+
+    @property
+    def num_tables(self) -> int:
+        """Tables that its table stands for."""
+        return len(self.table.members)
+
+    @property
+    def num_configurations(self) -> int:
+        """One under each of them."""
+        return self.num_tables
 
     @property
     def label(self) -> str:
@@ -95,6 +135,13 @@ class ConfigurationNode(PartitionableNode):
         else:
             yield from self._best_partition(search)
 
+    def apart(self, search: SearchState, bound: float = 0.0) -> Iterator[ConfigurationNode]:
+        """Yield the configuration under each table that its table stands for; `bound` holds for
+        all of them.
+        """
+        for own in self.table.members:
+            yield _configuration_node(self, search, self.configuration, own, bound)
+
     def priced(self, search: SearchState) -> PricedConfiguration:
         """Return the configuration with its layout."""
         return PricedConfiguration(search.candidates, self.configuration, self.table)
@@ -104,13 +151,19 @@ class ConfigurationNode(PartitionableNode):
         cut = self.priced(search).only_cut(limit, self.infeasible, ceiling=ceiling)
         if cut is None:
             self._exclude(search, EVEN_CUT_TOO_LARGE)
+        elif cut.value >= search.to_beat_s:
+            yield replace(self, bound=max(self.bound, cut.value))
+        elif self.num_tables > 1:
+            yield from self.apart(search, cut.value)
         else:
             yield self.partitioned(cut, cut.value)
 
     def _best_partition(self, search: SearchState) -> Outcomes:
         solver = search.request.solver
         solved = solve(self.problems(search)[0], solver=solver, ceiling=search.to_beat_s)
-        if solved.cut is not None:
+        if solved.cut is not None and self.num_tables > 1:
+            yield from self.apart(search, solved.cut.value)
+        elif solved.cut is not None:
             chosen = self.with_recompute(search, solved.cut)
             assert chosen is not None, "a solver leaves out what does not fit"
             # The value of a bisected cut is no bound of other cuts.
@@ -118,13 +171,14 @@ class ConfigurationNode(PartitionableNode):
                 chosen, self.bound if solver == INEXACT_SOLVER else solved.cut.value
             )
         elif solver == INEXACT_SOLVER:
-            search.prune(f"memory: {solver} found no stage boundaries")
+            search.prune(f"memory: {solver} found no stage boundaries", self.num_configurations)
         elif solved.fits:
             # Nothing that fits is under the ceiling: a bound that also holds under less memory.
             self._exclude(search, BOUNDARIES_BEATEN, search.to_beat_s)
         else:
             self._exclude(search, NO_BOUNDARIES_FIT)
-            note_too_large(search)
+            for _ in range(self.num_tables):
+                note_too_large(search)
 
     def with_recompute(
         self, search: SearchState, cut: Cut, infeasible: Sequence[InfeasibleStage] = ()
@@ -206,7 +260,7 @@ class ConfigurationNode(PartitionableNode):
 
     def _exclude(self, search: SearchState, rule: str, bound: float = float("inf")) -> None:
         """Prune the configuration: nothing that fits is faster than the bound."""
-        search.prune(rule)
+        search.prune(rule, self.num_configurations)
         search.warm_start.raise_bound(self.key, bound)
 
     def remember(self, search: SearchState) -> None:

@@ -24,6 +24,7 @@ from search.search_state import (
     sizes_wave,
 )
 from search.space.configuration import Shape
+from search.stages.either_table import with_both
 from search.stages.layout_candidates import LayoutCandidate
 from search.stages.stage_table import StageTable
 from search.stages.worth_trying import worth_trying
@@ -142,12 +143,15 @@ def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[Shap
             bound = layout.least_step_s(shape)
             wave = shapes_wave(sizes, shape.pp)
             yield ShapeNode(bound=bound, wave=wave, shape=shape, find_table=layout.find_table)
+    # Bounds of bisection are none, and integer programs are too slow to ask them once more.
+    if search.request.solver == "dp":
+        tables = tuple(with_both(tables))
     if sizes.cp * sizes.hp == 1:
         search.without_cp[sizes] = *beaten, *tables
     fits, seconds = bool(beaten), float("inf")
     for table in tables:
-        blocks_s = search.bounds(table).chain_s(shapes[0].recompute)
-        seconds = min(seconds, blocks_s / size)
+        for own in table.members:
+            seconds = min(seconds, search.bounds(own).chain_s(shapes[0].recompute) / size)
         for shape in shapes:
             node = _shape_node(search, shape, table)
             if node is not None:
@@ -216,7 +220,9 @@ def _shape_node(search: SearchState, shape: Shape, table: StageTable) -> ShapeNo
         for configuration in plain.configurations()
         if bounds.least_peak_bytes(configuration) <= search.memory_limit_bytes
     )
-    search.prune(NO_ZERO_STAGE, (len(shape.zeros) - len(zeros)) * len(shape.options))
+    num_tables = len(table.members)
+    too_large = (len(shape.zeros) - len(zeros)) * len(shape.options)
+    search.prune(NO_ZERO_STAGE, too_large * num_tables)
     if not zeros:
         return None
     return ShapeNode(
@@ -224,6 +230,7 @@ def _shape_node(search: SearchState, shape: Shape, table: StageTable) -> ShapeNo
         wave=shapes_wave(shape.block_sizes, shape.pp),
         shape=replace(shape, zeros=zeros),
         find_table=lambda: table,
+        num_tables=num_tables,
     )
 
 

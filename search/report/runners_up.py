@@ -63,13 +63,13 @@ def _evaluate_set_aside(
 
     Two queues, the least bound first: nodes to partition, and partitions to evaluate.
     """
-    waiting = [
-        (bound, wave, ticket, node)
+    waiting: list[tuple[float, Wave, tuple[int, int], Waiting]] = [
+        (bound, wave, (ticket, 0), node)
         for bound, wave, ticket, lost in search.set_aside
         if isinstance(node := _unpartitioned(lost), ShapeNode | ConfigurationNode)
     ]
     heapq.heapify(waiting)
-    partitioned: list[tuple[float, Wave, int, ConfigurationNode, Cut]] = []
+    partitioned: list[tuple[float, Wave, tuple[int, int], ConfigurationNode, Cut]] = []
     work, cuts, estimates = _MOST_WORK, 0, 0
     while len(found) <= MOST_RUNNERS_UP and estimates < _MOST_ESTIMATES and not is_late():
         limit = partitioned[0][0] if partitioned else ceiling
@@ -78,6 +78,11 @@ def _evaluate_set_aside(
         if waiting and waiting[0][0] <= limit and cuts < _MOST_CUTS:
             bound, wave, ticket, waited = heapq.heappop(waiting)
             if _degrees_of(_choices_of(waited)) in found or _num_jobs(waited) > work:
+                continue
+            if waited.num_tables > 1:
+                every: list[Waiting] = [*waited.apart(search)]
+                for at, own in enumerate(every, 1):
+                    heapq.heappush(waiting, (max(bound, own.bound), wave, (ticket[0], at), own))
                 continue
             cuts += 1
             node = _configuration_of(waited)

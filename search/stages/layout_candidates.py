@@ -112,6 +112,7 @@ class LayoutCandidates:
         expressed: what the stack expresses that plans are for; None: everything.
         beside: whether weight gradients may be made beside collectives (`Plan.overlap`).
         logits: whether losses make logits in chunks (`SearchRequest.logits`).
+        least_logit_bytes: whole logits of fewer bytes are not made in chunks.
         why_none: why an axis beside tp cannot divide the blocks of the last layout without a table.
     """
 
@@ -123,10 +124,17 @@ class LayoutCandidates:
     expressed: Expressed | None = None
     beside: bool = False
     logits: Logits = "whole"
+    least_logit_bytes: float = 0.0
     why_none: LayoutError | None = None
     _sized: dict[BlockSizes, SizedCandidates] = field(default_factory=dict)
     _accumulate_s: dict[bool, float] = field(default_factory=dict)
     """Seconds of adding up gradients, by whether an axis cuts parameters."""
+
+    def under(self, least_logit_bytes: float) -> LayoutCandidates:
+        """Return the same with chunks of logits from other bytes on; itself where they are not."""
+        if self.logits == "whole" or least_logit_bytes == self.least_logit_bytes:
+            return self
+        return replace(self, least_logit_bytes=least_logit_bytes, _sized={})
 
     def at(self, tp: int, microbatch_size: int, *others: int) -> SizedCandidates:
         """Return those of some sizes of blocks (`BlockSizes`)."""
@@ -265,7 +273,7 @@ class SizedCandidates:
         for table in tables:
             rows = 0
             if of.logits != "whole":
-                rows = logit_rows(table, where_worth=of.logits == "auto")
+                rows = logit_rows(table, least_bytes=of.least_logit_bytes)
             if of.logits != "chunked" or not rows:
                 yield table
             if rows:

@@ -9,28 +9,38 @@ from planner.language.lowering.passes.losses_in_chunks import (
     most_logits,
     rows_of_chunk,
 )
+from profiles import Profile
+from search.request import SearchRequest
 from search.stages.stage_table import StageTable
 
 LEAST_PART = 0.02
-"""Of a device's memory, that logits in fp32 and their probabilities take: of less, chunks bring too
-little for twice the tables, where a search has the choice."""
+"""Of the memory that a plan is given, that logits in fp32 and their probabilities take: of less,
+chunks bring too little for twice the tables, where a search has the choice."""
 _LOGIT_BYTES = 8
 
 
-def logit_rows(table: StageTable, *, where_worth: bool) -> int:
+def least_logit_bytes(request: SearchRequest, profile: Profile) -> float:
+    """Return the bytes of whole logits from which on a search tries chunks: `LEAST_PART` of the
+    limit that is given, else of a device's memory; none where chunks are asked for.
+    """
+    if request.logits == "chunked":
+        return 0.0
+    return LEAST_PART * (request.memory_limit_bytes or profile.cluster.memory_bytes)
+
+
+def logit_rows(table: StageTable, *, least_bytes: float) -> int:
     """Return of how many tokens at a time blocks had best make logits under a table's layouts; 0:
-    of all, which are too few to be divided, or no loss is of logits alone. `where_worth`: 0 also
-    where whole logits are less than `LEAST_PART` of a device's memory.
+    of all, which are too few to be divided or take less than `least_bytes`, or no loss is of logits
+    alone.
     """
     if table.costs.execution.prices != "profile":
         return 0  # other runtimes have losses of their own
-    least = where_worth * LEAST_PART * table.profile.cluster.memory_bytes
     found = 0
     for index in range(len(table.graph.classes)):
         if table.costs.has_loss(index):
             layouts = tuple(layout for layout in table.layouts if layout.class_index == index)
             local = table.costs.local(index, table.microbatch_size, table.degrees, layouts)
-            if _LOGIT_BYTES * most_logits(local) >= least:
+            if _LOGIT_BYTES * most_logits(local) >= least_bytes:
                 found = max(found, rows_of_chunk(local))
     return found
 

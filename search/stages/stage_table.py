@@ -94,6 +94,11 @@ class StageTable:
         return f"{self.degrees} microbatch_size={self.microbatch_size} {layouts}{beside}{rows}"
 
     @property
+    def members(self) -> tuple[StageTable, ...]:
+        """The tables that its bounds hold for: itself (`either_table`: two)."""
+        return (self,)
+
+    @property
     def tp(self) -> int:
         """Tensor-parallel degree."""
         return self.degrees["tp"]

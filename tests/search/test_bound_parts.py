@@ -9,7 +9,6 @@ from costmodel import StageLoad
 from costmodel.execution import find_execution
 from costmodel.memory.bound import OnHost
 from planner.language.layout.axes import Degrees
-from planner.language.plan.replication import Replication
 from planner.language.schedule import JobKind, build_schedule
 from planner.language.schedule.timing.offloads import offloads_of
 from search import SearchRequest
@@ -88,13 +87,9 @@ def test_the_bytes_of_a_rank_are_those_of_its_configuration(precision, factor):
         profile=Machine(),
         precision=precision,
         on_host=OnHost(optimizer=True),
-        costs=SimpleNamespace(execution=core),
+        costs=SimpleNamespace(execution=core, profile=Machine(), once=lambda _, make: make()),
     )
-    config = SimpleNamespace(
-        num_microbatches=8, zero=1, replication=Replication(
-            zero_stage=1, replicas=4, precision=precision
-        ),
-    )  # fmt: skip
+    config = SimpleNamespace(num_microbatches=8, zero=1, degrees=Degrees(dp=4))
     load = StageLoad(param_bytes=100.0)
     bound = rank_bound(table, config, load, "full")
     assert (bound.load, bound.num_microbatches, bound.recompute) == (load, 8, "full")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from math import inf
 
@@ -16,7 +17,9 @@ from profiles import load_profile
 from search import SearchRequest, find_plan
 from search.bounds.catalogue import TableBounds
 from search.candidates import Candidates
+from search.partition.chain_dp import solve_chain
 from search.priced_configuration import PricedConfiguration
+from search.stages.either_table import with_both
 from tests.captures import capture_tiny, capture_wide_llama
 from tests.search.machine import Machine
 
@@ -76,6 +79,46 @@ def test_bounds_of_memory_hold_for_chunks(tp):
             assert TableBounds(table=table).least_peak_bytes(configuration) <= memory.total
 
 
+def test_no_plan_of_either_is_below_what_stands_for_both():
+    """Bounds of steps and of memory, the best cuts under ever less memory, and interleaved ones."""
+    asked = request()
+    candidates = Candidates.of(wide(), MACHINE, asked)
+    compared = Counter()
+    for shape in candidates.shapes(asked):
+        if shape.cp > 1:
+            continue
+        tables = candidates.tables(*shape.block_sizes)
+        for table in with_both(tables):
+            if len(table.members) == 1:
+                continue
+            for configuration in shape.configurations():
+                least = _least_of(candidates, configuration, table)
+                for own in table.members:
+                    theirs = _least_of(candidates, configuration, own)
+                    for name, value in least.items():
+                        # (Interleaved stages may lie otherwise, where it stands for neither.)
+                        compared[name[0], value < inf] += name in theirs
+                        assert value <= theirs.get(name, inf) * (1 + 1e-12)
+    assert {name for name, _ in compared} == {"step", "memory", "cut", "even"}
+    assert min(compared["cut", True], compared["even", True]) > 10
+
+
+def _least_of(candidates, configuration, table) -> dict[tuple, float]:
+    """What a search bounds the plans of a configuration by, by what is asked."""
+    bounds, priced = TableBounds(table=table), PricedConfiguration(candidates, configuration, table)
+    found = {("memory",): bounds.least_peak_bytes(configuration)}
+    for limit in (3, 5, 8, 80):
+        if configuration.vpp > 1 and candidates.have_equal_cuts(configuration, table):
+            cut = priced.even_cut(limit * GIB)
+            found["even", limit, priced.interleaved.cut.cuts] = cut.value if cut else inf
+        elif configuration.vpp == 1 and configuration.pp > 1:
+            cut = solve_chain(priced.problem(limit * GIB)).cut
+            found["cut", limit] = cut.value if cut else inf
+    if configuration.vpp == 1:
+        found["step",] = bounds.least_step_s(configuration)
+    return found
+
+
 def test_chunks_are_chosen_where_memory_is_short():
     """Under a limit that whole logits meet by a slower plan, or by none."""
     found = {
@@ -111,6 +154,17 @@ def test_few_bytes_are_worth_no_second_table():
     for logits, has_chunks in (("auto", False), ("chunked", True)):
         candidates = Candidates.of(wide(), large, request(logits=logits))
         assert any(t.logit_rows for t in candidates.layouts.at(1, 1).tables) == has_chunks
+
+
+def test_what_is_worth_it_follows_from_the_limit_of_a_search():
+    """Not from the device: 4.2 GB are 5% of 80 GiB; candidates that are kept are asked again."""
+    large, free = Machine(memory_bytes=300.0 * GIB), request()
+    tight = request(memory_limit_bytes=80 * GIB)
+    of_free, of_tight = (Candidates.of(wide(), large, asked) for asked in (free, tight))
+    kept = (of_free, of_tight, of_free.under(tight), of_tight.under(free))
+    found = [any(t.logit_rows for t in each.layouts.at(1, 1).tables) for each in kept]
+    assert found == [False, True, True, False]
+    assert of_free.under(free) is of_free
 
 
 def test_chunks_have_about_as_many_logits_as_there_are_hidden_states(monkeypatch):
