@@ -7,10 +7,10 @@ layouts that the earlier one returned stand for its results. The forward's own P
 layer, so that what a layer does by its number, by an attribute or by what it is given is seen.
 
 Two calls are equal if they are of one function, under equal settings of torch, on tensors of equal
-layouts (with or without gradient) and equal numbers. A function is run each time where it may do
-more than return new tensors: it writes into what it is given, returns a part of it, or reads values
-that are known. A forward that asks for what a standing tensor has not (its place in autograd's
-graph) is not followed: `Unseen` is raised, and ops are looked at.
+layouts (with or without gradient, of known values or not) and equal numbers. A function is run each
+time where it may do more than return new tensors: it writes into what it is given, returns a part
+of it, or what it returns has values that are known. A forward that asks for what a standing tensor
+has not (its place in autograd's graph) is not followed: `Unseen` is raised, and ops are looked at.
 """
 
 from __future__ import annotations
@@ -73,11 +73,24 @@ def _returns_alike(func: Any) -> bool:
     """Whether a function returns the same layouts for equal arguments, if it returns new tensors:
     torch's own, compiled or of `torch.nn.functional`.
     """
+    if str(getattr(func, "__qualname__", "")).startswith(_FUNCTIONS):
+        return True
     module = str(getattr(func, "__module__", None) or "")
     if not module:  # methods of tensors, and functions, that are compiled
         owner = getattr(func, "__objclass__", None) or getattr(func, "__self__", None)
         module = str(getattr(owner, "__module__", None) or getattr(owner, "__name__", ""))
     return module.startswith(_OWN_PYTHON)
+
+
+_FUNCTIONS = torch.cat.__qualname__.removesuffix("cat")
+"""The class that has the functions of `torch` itself, which name `torch` for their module."""
+
+_VIEWS = {
+    *("view", "reshape", "transpose", "unsqueeze", "squeeze", "expand", "permute", "flatten"),
+    *("contiguous", "select", "narrow", "t", "unflatten", "movedim", "swapaxes", "view_as"),
+    "__getitem__",
+}
+"""Functions that the modes around call as they are, given numbers, slices and no known values."""
 
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
@@ -93,6 +106,10 @@ class _Returned:
     """Of several: tuple or list."""
 
 
+_PART = object()
+"""What a call returned: a part of what it was given."""
+
+
 class _Calls(TorchFunctionMode):
     """Notes each call of a function; entered inside of all other modes.
 
@@ -103,7 +120,7 @@ class _Calls(TorchFunctionMode):
         self,
         trace: Trace,
         origin: dict[int, tuple[Tensor, Hashable]],
-        known: dict[Hashable, _Returned | None],
+        known: dict[Hashable, _Returned | object | None],
         made: OnMeta,
     ) -> None:
         super().__init__()
@@ -135,8 +152,12 @@ class _Calls(TorchFunctionMode):
             event = ((func, settings), structure, read)
             whole = None if key is None else (func, settings, structure, key)
             before = None if whole is None else self._known.get(whole)
-            if before is not None:
+            if type(before) is _Returned:
                 return self._standing(event, before)
+            if before is _PART:
+                made = func(*args, **kwargs)
+                self._note(event, made)
+                return made
             versions = [tensor._version for tensor in tensors]
         made = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
@@ -144,10 +165,24 @@ class _Calls(TorchFunctionMode):
             if whole is not None and whole not in self._known:
                 is_written = versions != [tensor._version for tensor in tensors]
                 # (None: it is to be run each time.)
-                self._known[whole] = (
-                    None if is_written or not _returns_alike(func) else self._new(made, tensors)
-                )
+                found: _Returned | object | None = None
+                if not is_written and _returns_alike(func):
+                    found = self._new(made, tensors)
+                    if found is None and name in _VIEWS and self._is_part(leaves, args, made):
+                        found = _PART
+                self._known[whole] = found
         return made
+
+    def _is_part(self, leaves: list[Any], args: tuple[Any, ...], made: Any) -> bool:
+        """Whether a call returns a part of its first tensor, whatever modes are around."""
+        whole, numbers = leaves[0], leaves[1:]
+        return (
+            all(type(each) in (int, slice, type(None), type(...)) for each in numbers)
+            and not any(type(each) is list for each in args)
+            and not self._made.has_values(whole)
+            and type(made) is Tensor
+            and made.untyped_storage()._cdata == whole.untyped_storage()._cdata
+        )
 
     def _unseen(self, what: str) -> Unseen:
         # (Told beside, as a forward may go on after an error.)
@@ -169,8 +204,8 @@ class _Calls(TorchFunctionMode):
                 origin = self._origin.get(id(leaf))
                 read.append(("constant", *self._made.told(leaf)) if origin is None else origin[1])
                 layout = _layout_of(leaf)
-                is_run = is_run or layout is None or self._made.has_values(leaf)
-                key.append(layout)
+                is_run = is_run or layout is None
+                key += (layout, self._made.has_values(leaf))
             elif kind in _PLAIN:
                 told = repr(leaf)
                 read.append(told)
@@ -241,7 +276,7 @@ def calls_noted(
     module: nn.Module,
     inputs: tuple[Tensor, ...],
     made: OnMeta,
-    known: dict[Hashable, _Returned | None],
+    known: dict[Hashable, _Returned | object | None],
     origin: dict[int, tuple[Tensor, Hashable]],
 ) -> TorchFunctionMode:
     """Return the mode in which the calls of a forward on `inputs` are noted in `trace`.
