@@ -41,6 +41,7 @@ from commands.ui import ui
 from commands.verify import verify
 from commands.what_if import what_if
 from commands.why import why
+from planner.collector import collect_seldom, leave_to_the_system
 from planner.errors import PlannerError
 from planner.plugins import load_plugins, name_files
 
@@ -119,7 +120,10 @@ for _section, _commands in _SECTIONS.items():
 
 def main() -> None:
     """Entry point of the `planner` command."""
-    sys.exit(run(sys.argv[1:]))
+    collect_seldom()
+    code = run(sys.argv[1:])
+    leave_to_the_system()
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -9,10 +9,9 @@ without lists is cut at its top-level children that hold parameters.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -22,8 +21,8 @@ from planner.language.graph import (
     ModelGraph,
     Op,
     Program,
+    Ref,
     TensorMeta,
-    to_json,
     written_buffers,
 )
 from planner.language.ops.record import is_random, mutates
@@ -398,75 +397,137 @@ def _classify(
         if home.get(n, index) != index
     } | {raw.loss}
     from_preamble = {n for item in preamble for n in item.op.outputs}
-    classes: dict[str, Program] = {}
+    classes: dict[Hashable, int] = {}
+    programs: list[Program] = []
     blocks = []
     boundary: dict[str, None] = {}
     for index, segment in enumerate(segments):
-        program, names = _canonical(segment, crossing, raw)
-        key = json.dumps(to_json(replace(program, name=""), lines=False), sort_keys=True)
-        classes.setdefault(key, program)
-        actual = {canonical: n for n, canonical in names.items()}
+        roles = _Roles.of(segment, crossing, raw)
+        key = _told(segment, roles, raw)
+        if key not in classes:  # equal segments, of which there may be thousands, are told alone
+            classes[key] = len(programs)
+            programs.append(_canonical(segment, roles, raw))
         block = Block(
             index=index,
             name=segment.unit.removeprefix("~") or "root",
-            class_index=list(classes).index(key),
-            inputs=tuple(actual[n] for n in program.inputs),
-            params=tuple(actual[n] for n in program.params),
-            outputs=tuple(actual[n] for n in program.outputs),
+            class_index=classes[key],
+            inputs=roles.inputs,
+            params=roles.params,
+            outputs=roles.outputs,
         )
         blocks.append(block)
         boundary.update(dict.fromkeys(n for n in block.inputs if n in from_preamble))
         boundary.update(dict.fromkeys(block.outputs))
-    return tuple(blocks), tuple(classes.values()), tuple(boundary)
+    return tuple(blocks), tuple(programs), tuple(boundary)
 
 
-def _canonical(
-    segment: _Segment, crossing: set[str], raw: RawGraph
-) -> tuple[Program, dict[str, str]]:
+@dataclass(frozen=True, slots=True)
+class _Roles:
+    """The tensors of a segment by their roles, and their names by role and order.
+
+    `bases` are the names of its ops.
+    """
+
+    inputs: tuple[str, ...]
+    params: tuple[str, ...]
+    outputs: tuple[str, ...]
+    names: dict[str, str]
+    bases: tuple[str, ...]
+
+    @classmethod
+    def of(cls, segment: _Segment, crossing: set[str], raw: RawGraph) -> _Roles:
+        names: dict[str, str] = {}
+        inputs: list[str] = []
+        params: list[str] = []
+        outputs: list[str] = []
+        bases: list[str] = []
+        counts: dict[str, int] = {}
+        for item in segment.ops:
+            for n in item.op.inputs:
+                if n in names:
+                    continue
+                if raw.tensors[n].kind in ("param", "buffer", "constant"):
+                    names[n] = f"p{len(params)}"
+                    params.append(n)
+                else:
+                    names[n] = f"in{len(inputs)}"
+                    inputs.append(n)
+            packet = item.op.target.split(".")[1]
+            serial = counts[packet] = counts.get(packet, 0) + 1
+            base = packet if serial == 1 else f"{packet}_{serial}"
+            bases.append(base)
+            for position, n in enumerate(item.op.outputs):
+                names[n] = f"{base}.{position}" if len(item.op.outputs) > 1 else base
+            outputs += [n for n in item.op.outputs if n in crossing]
+        return cls(tuple(inputs), tuple(params), tuple(outputs), names, tuple(bases))
+
+
+def _told(segment: _Segment, roles: _Roles, raw: RawGraph) -> Hashable:
+    """Return what makes segments one class: all of `_canonical` but where the user's code stands.
+
+    Numbers are told with their types: 1, 1.0 and True are three things to an op.
+    """
+    names, unit, held = roles.names, segment.unit, set(roles.params)
+
+    def told(arg: Any) -> Hashable:
+        kind = type(arg)
+        if kind is Ref:
+            return kind, names[arg.name]
+        if kind is tuple:
+            return tuple(map(told, arg))
+        return kind, repr(arg) if kind is float else arg
+
+    ops = tuple(
+        (op.target, told(op.args), told(op.kwargs), len(op.outputs), _relative(item.module, unit))
+        for item in segment.ops
+        for op in (item.op,)
+    )
+    metas = ((raw.tensors[n], n in held) for n in names)
+    tensors = tuple(
+        (
+            _relative(meta.fqn, unit) if is_held else "",
+            tuple(getattr(meta, name) for name in _TOLD_BY_VALUE),
+            told(meta.shape),
+            None if meta.data is None else repr(meta.data),
+        )
+        for meta, is_held in metas
+    )
+    return ops, tensors, tuple(map(names.__getitem__, (*roles.inputs, *roles.outputs)))
+
+
+_TOLD_BY_VALUE = tuple(
+    each.name
+    for each in fields(TensorMeta)
+    if each.name not in ("name", "fqn", "aliases", "shape", "data")
+)
+"""Fields of a tensor that are told as they are, by names, words and truths."""
+
+
+def _canonical(segment: _Segment, roles: _Roles, raw: RawGraph) -> Program:
     """Rename a segment's tensors by role and order, so that equal blocks become equal data."""
-    names: dict[str, str] = {}
-    inputs: list[str] = []
-    params: list[str] = []
-    counts: dict[str, int] = {}
-    unit = segment.unit
+    names, unit = roles.names, segment.unit
     ops = []
-    for item in segment.ops:
-        for n in item.op.inputs:
-            if n in names:
-                continue
-            if raw.tensors[n].kind in ("param", "buffer", "constant"):
-                names[n] = f"p{len(params)}"
-                params.append(n)
-            else:
-                names[n] = f"in{len(inputs)}"
-                inputs.append(n)
-        packet = item.op.target.split(".")[1]
-        serial = counts[packet] = counts.get(packet, 0) + 1
-        base = packet if serial == 1 else f"{packet}_{serial}"
-        for position, n in enumerate(item.op.outputs):
-            names[n] = f"{base}.{position}" if len(item.op.outputs) > 1 else base
+    for item, base in zip(segment.ops, roles.bases, strict=True):
         renamed = item.op.rename(names.__getitem__)
         module = _relative(item.module, unit)
         ops.append(replace(renamed, name=base, module=module, beside=not item.module))
-    outputs = [n for item in segment.ops for n in item.op.outputs if n in crossing]
     tensors = tuple(
         replace(
             raw.tensors[n],
             name=canonical,
-            fqn=_relative(raw.tensors[n].fqn, unit) if n in params else "",
+            fqn=_relative(raw.tensors[n].fqn, unit) if n in roles.params else "",
             aliases=(),
         )
         for n, canonical in names.items()
     )
-    program = Program(
+    return Program(
         name=re.sub(r"\.\d+(?=\.|$)", ".*", unit.removeprefix("~")) or "root",
-        inputs=tuple(names[n] for n in inputs),
-        params=tuple(names[n] for n in params),
-        outputs=tuple(names[n] for n in outputs),
+        inputs=tuple(names[n] for n in roles.inputs),
+        params=tuple(names[n] for n in roles.params),
+        outputs=tuple(names[n] for n in roles.outputs),
         tensors=tensors,
         ops=tuple(ops),
     )
-    return program, names
 
 
 def _relative(path: str, unit: str) -> str:

@@ -12,7 +12,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,9 +20,17 @@ from torch._export.utils import _compiling_state_context
 from torch.fx.proxy import TracerBase
 
 from planner.capture.checks.conversions import same_parts
+from planner.capture.checks.draws.python_draws import draws_so_far
+from planner.capture.checks.draws.seeds import Seeds
 from planner.capture.checks.functions import FunctionCalls, is_seen_through
 from planner.capture.checks.hooks import saved_tensors_untouched
-from planner.capture.checks.on_meta.rehearsal import Rehearsal, rehearse
+from planner.capture.checks.on_meta.rehearsal import (
+    Rehearsal,
+    refuse_evolving,
+    rehearse,
+    release_in_order,
+    state_of,
+)
 from planner.capture.checks.stays_on_meta import OnMeta
 from planner.capture.diagnose import explain
 from planner.capture.flex import flex_written_out
@@ -30,7 +38,13 @@ from planner.capture.modes.precision import mixed_dtypes
 from planner.capture.opaque import OpaqueModules
 from planner.capture.reading.read import Reader
 from planner.capture.reading.record import Exported
-from planner.capture.repeats.trace import Trace, noted_forward, trace_forward
+from planner.capture.repeats.calls import (
+    calls_noted,
+    changes_nothing,
+    keeps_tensors,
+    no_functions,
+)
+from planner.capture.repeats.trace import Trace, layers_noted, noted_forward, trace_forward
 from planner.collector import no_gc
 from planner.errors import CaptureError, ModelError
 from planner.language.graph.batch import Tree, call_with_batch, loss_of, unflatten_batch
@@ -86,6 +100,11 @@ class _LossModule(torch.nn.Module):
         self._planner_tree, self._planner_paths, self._planner_loss = tree, paths, loss
         self._planner_precision, self._planner_branches = opaque.precision, opaque.branches
         self.made = OnMeta()
+        self._planner_noting: AbstractContextManager[Any] = nullcontext()
+
+    def noting(self, mode: AbstractContextManager[Any]) -> None:
+        """Run the next forward in a mode inside of all others."""
+        self._planner_noting = mode
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         leaves = dict(zip(self._planner_paths, tensors, strict=True))
@@ -97,7 +116,8 @@ class _LossModule(torch.nn.Module):
                 return self._planner_branches.run(self._loss, batch).float()
 
     def _loss(self, batch: Any) -> torch.Tensor:
-        return loss_of(call_with_batch(self.user, batch), batch, self._planner_loss)
+        with self._planner_noting:
+            return loss_of(call_with_batch(self.user, batch), batch, self._planner_loss)
 
 
 def rehearse_batch(
@@ -163,6 +183,60 @@ def trace_batch(
             return trace_forward(module, wrapped, _empty(tensors), wrapped.made, paths)
     except Exception:  # of a module with layers left out, or that takes fake tensors alone
         return None
+
+
+def trace_calls(
+    module: torch.nn.Module,
+    tensors: Mapping[str, Any],
+    tree: Tree,
+    loss: Any,
+    paths: tuple[str, ...],
+    opaque: OpaqueModules,
+) -> Trace | None:
+    """Return the functions that a module's second forward calls, with those of its first.
+
+    None where calls do not show all that these do, or where the module changes from one to the
+    other in a way that `rehearse_batch` may refuse. `paths` are the lists of layers that are told
+    apart. The module is spent afterwards. Raises CaptureError where the second forward calls others
+    than the first, and neither the module nor a tensor that it kept says why.
+    """
+    if opaque.keeps_any:
+        return None
+    wrapped = _LossModule(module, tree, tuple(tensors), loss, opaque)
+    known: dict[Any, Any] = {}
+    origin: dict[int, Any] = {}
+    states, draws, seeds = [state_of(module)], draws_so_far(), Seeds()
+    trace: Trace | None = None
+    try:
+        with (
+            _as_captured(),
+            saved_tensors_untouched(),
+            _compiling_state_context(),
+            no_functions(),
+            seeds.noted(),
+        ):
+            for _ in range(2):
+                trace, inputs = Trace(earlier=trace), _empty(tensors)
+                wrapped.noting(calls_noted(trace, module, inputs, wrapped.made, known, origin))
+                with layers_noted(trace, module, paths):
+                    if not wrapped(*inputs).requires_grad or not trace.is_whole:
+                        return None
+                states.append(state_of(module))
+        refuse_evolving(states[0], states[1], states[2], is_same=True)
+        if draws_so_far() != draws or seeds.set_by is not None:
+            return None
+    except Exception:  # told by what looks at ops
+        return None
+    finally:
+        held = [tensor for tensor, _ in origin.values()]
+        origin.clear()
+        release_in_order(held)
+    assert trace is not None, "a forward ran, or the reason was told"
+    # What lies outside of the module is as these forwards left it: nobody can tell this later.
+    is_same = changes_nothing(trace) or keeps_tensors(trace)
+    if not is_same and states[0] == states[1] == states[2]:
+        refuse_evolving(states[0], states[1], states[2], is_same=False)
+    return trace
 
 
 @contextlib.contextmanager

@@ -14,9 +14,17 @@ from planner.capture.blocks import RawGraph, build_graph
 from planner.capture.checks.hooks import refuse_lost
 from planner.capture.checks.kept_calls import KeptCalls
 from planner.capture.checks.on_meta.any_size import refuse_other_sizes, shapes_of
+from planner.capture.checks.on_meta.rehearsal import Rehearsal
 from planner.capture.checks.stays_on_meta import StaysOnMeta
 from planner.capture.diagnose import first_line, user_line
-from planner.capture.export import export_batch, meta_copy, rehearse_batch, run_on_meta, trace_batch
+from planner.capture.export import (
+    export_batch,
+    meta_copy,
+    rehearse_batch,
+    run_on_meta,
+    trace_batch,
+    trace_calls,
+)
 from planner.capture.loops import Unlike, with_told_loops
 from planner.capture.masks import with_told_masks
 from planner.capture.modes.precision import cast_parameters
@@ -25,7 +33,9 @@ from planner.capture.norms import with_told_momentum, without_sync
 from planner.capture.opaque import OpaqueModules
 from planner.capture.outside import outside_bytes
 from planner.capture.reading.libraries import libraries_of
-from planner.capture.repeats.in_part import capture_in_part, long_lists
+from planner.capture.repeats.find import Repeat
+from planner.capture.repeats.in_part import capture_in_part, is_steady, long_lists
+from planner.capture.repeats.trace import Trace
 from planner.capture.routing import with_told_routing
 from planner.capture.source.model_file import ModelSource
 from planner.capture.units import capture_by_units
@@ -171,10 +181,7 @@ def _captured(
     opaque = OpaqueModules(precision=precision, unit=unit.size)
 
     def captured() -> RawGraph:
-        rehearsal, whole = rehearse_batch(fresh, *leaves[0], loss, paths, opaque)
-        kept_calls.find()  # a forward may import what it needs
-
-        def export(make: Callable[[], torch.nn.Module]) -> RawGraph:
+        def exported(make: Callable[[], torch.nn.Module], rehearsal: Rehearsal) -> RawGraph:
             aligned = align(
                 *(
                     export_batch(make(), tensors, tree, loss, rehearsal, opaque, size)
@@ -189,16 +196,48 @@ def _captured(
             )
             return aligned
 
-        in_part = whole and capture_in_part(
-            module,
-            whole,
-            paths,
-            copy=fresh,
-            trace=lambda module, paths: trace_batch(module, *leaves[0], loss, paths, opaque),
-            export=export,
-            reached=rehearsal.reached,
-        )
-        return in_part or export(fresh)
+        # Where few layers show all, these alone are rehearsed and exported.
+        calls = paths and trace_calls(fresh(), *leaves[0], loss, paths, opaque)
+        if calls:
+            kept_calls.find()  # a forward may import what it needs
+            last: list[tuple[Rehearsal, Trace | None]] = []
+
+            def rehearsed(make: Callable[[], torch.nn.Module]) -> RawGraph:
+                last.append(rehearse_batch(make, *leaves[0], loss, paths, opaque))
+                return exported(make, last[-1][0])
+
+            def reaches_alike(repeat: Repeat) -> bool:
+                rehearsal, trace = last[-1]
+                return trace is not None and is_steady(
+                    repeat, rehearsal.visited, trace.nodes[repeat.path]
+                )
+
+            in_part = capture_in_part(
+                module,
+                calls,
+                paths,
+                copy=fresh,
+                trace=lambda module, paths: trace_calls(module, *leaves[0], loss, paths, opaque),
+                export=rehearsed,
+                reached=None,
+                is_steady=reaches_alike,
+            )
+            if in_part is not None:
+                return in_part
+        rehearsal, whole = rehearse_batch(fresh, *leaves[0], loss, paths, opaque)
+        kept_calls.find()
+        in_part = None
+        if whole is not None:
+            in_part = capture_in_part(
+                module,
+                whole,
+                paths,
+                copy=fresh,
+                trace=lambda module, paths: trace_batch(module, *leaves[0], loss, paths, opaque),
+                export=lambda make: exported(make, rehearsal),
+                reached=rehearsal.reached,
+            )
+        return in_part or exported(fresh, rehearsal)
 
     try:
         while True:

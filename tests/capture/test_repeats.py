@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from planner.capture import capture_module, module
 from planner.capture.export import export_batch
+from planner.errors import CaptureError
 from planner.language.graph import ModelGraph
 
 WIDTH, LAYERS = 8, 10
@@ -129,6 +131,90 @@ def _frozen_half() -> Stack:
     return stack
 
 
+class Odd(nn.Module):
+    """A layer like its neighbours in class and shapes; at its number it does something else."""
+
+    def __init__(self, number: int, how: str) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.number, self.how, self.calls = number, how, 0
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_odd = self.number == ODD
+        match self.how:
+            case "scales":
+                x = x * (2.0 if is_odd else 1.0)
+            case "skips":
+                x = x if is_odd else x + 1.0
+            case "has no gradient":
+                x = x + (torch.tanh(x.detach()) if is_odd else torch.tanh(x))
+            case "calls a function":
+                x = Doubled.apply(x) if is_odd else x * 2.0
+            case "writes in place":
+                y = self.up(x)
+                y += x
+                y[:, 0] *= 0.5
+                x = torch.relu_(y)
+            case "asks where a tensor is from":
+                x = x * (1.0 if self.up(x).grad_fn is None else 3.0)
+            case "keeps a table":
+                if self.table is None:
+                    self.table = torch.arange(WIDTH, dtype=torch.float32)
+                x = x + self.table
+            case "counts":
+                self.calls += is_odd
+            case "draws":
+                x = x * 2.0 if is_odd and random.random() < 0.5 else x * 1.0
+            case "by the course of the run":
+                RUNS.append(is_odd)
+                x = x * 2.0 if is_odd and sum(RUNS) > 1 else x
+        return x + self.up(x)
+
+
+class Doubled(torch.autograd.Function):
+    """Twice a tensor, with three times the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3.0
+
+
+ODD, RUNS = 5, []
+
+
+def _odd(how: str) -> Stack:
+    RUNS.clear()
+    return Stack([Odd(number, how) for number in range(LAYERS)])
+
+
+class Delay(nn.Module):
+    """Hands what it makes by a weight on through two layers before it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.late = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        first, second = given
+        return x + self.up(x) * first.mean(), second, torch.tanh(self.late(x.detach()))
+
+
+class Delayed(Stack):
+    """A stack of those."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.first(x)
+        given = (x.detach(), x.detach())
+        for layer in self.layers:
+            x, *given = layer(x, *given)
+        return F.mse_loss(self.last(x), target)
+
+
 def _tied() -> Stack:
     stack = Stack([Layer() for _ in range(LAYERS)])
     for layer in stack.layers[1:]:
@@ -166,6 +252,15 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "frozen half": (_frozen_half, False),
     "tied": (_tied, False),
     "the same module again": (_same_module_again, False),
+    "another in the middle": (lambda: Stack([*_layers(1.0), Layer(2.0), *_layers(1.0)]), True),
+    "scales by its number": (lambda: _odd("scales"), False),
+    "skips by its number": (lambda: _odd("skips"), False),
+    "has no gradient by its number": (lambda: _odd("has no gradient"), False),
+    "a function by its number": (lambda: _odd("calls a function"), False),
+    "writes in place": (lambda: _odd("writes in place"), True),
+    "asks where a tensor is from": (lambda: _odd("asks where a tensor is from"), True),
+    "keeps a table": (lambda: _odd("keeps a table"), True),
+    "gradients that come late": (lambda: Delayed([Delay() for _ in range(LAYERS)]), False),
     "buffers written": (lambda: Stack([Counting() for _ in range(LAYERS)]), True),
 }
 """Stacks by what is odd in them, and whether layers may be left out."""
@@ -179,6 +274,19 @@ def test_stacks(monkeypatch: Any, what: str) -> None:
     assert part == whole
     assert part.fingerprint == whole.fingerprint
     assert (exported < len(model.layers)) == leaves_out
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("counts", r"forward changes layers.5.calls \(1, then 2\)"),
+        ("draws", "forward draws random numbers from Python"),
+        ("by the course of the run", "the second forward computes something else than the first"),
+    ],
+)
+def test_what_one_layer_does_beside_is_refused(how: str, told: str) -> None:
+    with pytest.raises(CaptureError, match=told):
+        capture_module(_odd(how), batch(2), batch(3))
 
 
 def _hugging_face(name: str, **sizes: Any) -> nn.Module:

@@ -13,8 +13,17 @@ from planner.capture.blocks import RawGraph, RawOp
 from planner.capture.checks.stays_on_meta import OnMeta
 from planner.capture.repeats.expand import NotRepeated, expand
 from planner.capture.repeats.find import PERIODS, Repeat, does_the_same, find_repeat
-from planner.capture.repeats.in_part import capture_in_part, long_lists
-from planner.capture.repeats.trace import Held, Made, Trace, is_tied, layer_lists, trace_forward
+from planner.capture.repeats.in_part import capture_in_part, is_steady, long_lists
+from planner.capture.repeats.trace import (
+    Earlier,
+    Held,
+    Made,
+    Trace,
+    is_tied,
+    layer_lists,
+    trace_forward,
+    truncated,
+)
 from planner.language.graph import Op, Ref, TensorMeta
 
 LAYERS = 10
@@ -145,6 +154,45 @@ def test_a_trace_tells_layers_apart_and_holds_nothing() -> None:
     assert Held("0.3.weight") in held
 
 
+def twice(scales: list[float], then: list[float]) -> Trace:
+    """Two forwards of a model, which scale otherwise."""
+    return replace(made_trace(then), earlier=made_trace(scales))
+
+
+def test_layers_that_differ_in_a_second_forward_do_not_repeat() -> None:
+    equal, other = [1.0] * LAYERS, [1.0] * LAYERS
+    other[LAYERS // 2] = 2.0
+    repeat = find_repeat(twice(equal, equal), "layers", LAYERS)
+    assert repeat is not None
+    assert find_repeat(twice(equal, other), "layers", LAYERS) is None
+    kept = [1.0] * repeat.kept
+    assert does_the_same(twice(equal, equal), twice(kept, kept), repeat)
+    assert not does_the_same(twice(equal, equal), made_trace(kept), repeat)
+    assert not does_the_same(twice(equal, equal), twice(kept, [2.0] * repeat.kept), repeat)
+
+
+def test_what_a_layer_kept_is_told_relative_to_it() -> None:
+    def kept_by(reader: int) -> Trace:
+        """Layers that read in the second forward what they made in the first; of one, another."""
+        trace = twice([1.0] * LAYERS, [1.0] * LAYERS)
+        for k, at in enumerate(trace.begins["layers"]):
+            name, structure, _, shapes = trace.events[at]
+            made = Earlier(Made(1 + (0 if k == reader else k), 0))
+            trace.events[at] = (name, structure, (made,), shapes)
+        return trace
+
+    assert find_repeat(kept_by(0), "layers", LAYERS) is not None
+    assert find_repeat(kept_by(7), "layers", LAYERS) is None
+
+
+def test_gradients_that_reach_more_of_each_layer_before_are_not_steady() -> None:
+    nodes = [10, 20, 30, 40]  # each kept layer makes ten
+    repeat = replace(REPEAT, first=1)
+    assert is_steady(repeat, [12, 22, 23, 32, 33, 42, 43, 99], nodes)
+    assert is_steady(repeat, [22, 23, 32, 33, 42], nodes)  # the last may differ
+    assert not is_steady(repeat, [22, 23, 32, 42], nodes)
+
+
 def test_a_model_without_lists_is_exported_whole() -> None:
     def never(*_: Any) -> Any:
         raise AssertionError("nothing is to be traced or exported")
@@ -156,3 +204,11 @@ def test_a_model_without_lists_is_exported_whole() -> None:
         model, Trace(), paths, copy=never, trace=never, export=never, reached=()
     )
     assert found is None
+
+
+def test_a_module_has_all_its_layers_again() -> None:
+    model = nn.Sequential(nn.Sequential(*(nn.Linear(2, 2) for _ in range(8))), nn.ReLU())
+    names = [name for name, _ in model.named_parameters()]
+    with truncated(model, "0", 3) as short:
+        assert len(short[0]) == 3
+    assert [name for name, _ in model.named_parameters()] == names

@@ -85,6 +85,10 @@ class Constants:
             if (given or name == "arange") and all(map(self._is_known, given)):
                 self._made[id(made)] = made, self._call(func, args, kwargs, made.dtype)
 
+    def has_values(self, tensor: Tensor) -> bool:
+        """Whether a tensor's values, or what they are compared by, can be worked out."""
+        return id(tensor) in self._made or id(tensor) in self._drawn
+
     def _is_known(self, value: Any) -> bool:
         return isinstance(value, Tensor) and id(value) in self._made
 

@@ -79,6 +79,10 @@ class OnMeta(TorchFunctionMode):
         known = self._known.get(id(constant))
         return known[1] if known else None
 
+    def has_values(self, tensor: torch.Tensor) -> bool:
+        """Whether anything is known of a tensor's values."""
+        return id(tensor) in self._known or self._constants.has_values(tensor)
+
     def told(self, constant: torch.Tensor) -> tuple[tuple[int, ...], str, str]:
         """Return what is known of a tensor that no op made: shape, dtype, and values if any."""
         values = self.values_of(constant)

@@ -72,6 +72,11 @@ class OpaqueModules:
     _position: int = 0
     _num_samples: int = BATCH_SIZES[0]
 
+    @property
+    def keeps_any(self) -> bool:
+        """Whether any class or function is kept as an op."""
+        return bool(self._forwards or self._codes)
+
     def add_from(self, error: BaseException, model: nn.Module) -> bool:
         """Add the class of the innermost module in whose forward an error was raised that values,
         or what a smaller module gives, brought about. Where there is none below the model itself

@@ -16,7 +16,7 @@ from typing import Any
 
 from planner.capture.blocks import RawGraph, RawOp
 from planner.capture.repeats.find import PERIODS, Repeat
-from planner.language.graph import Op, TensorMeta, iter_refs, map_refs
+from planner.language.graph import TensorMeta, iter_refs, map_refs
 from planner.language.graph.function_keys import AUTOGRAD_FUNCTION
 
 
@@ -45,9 +45,10 @@ def expand(short: RawGraph, repeat: Repeat, order: Sequence[str]) -> RawGraph:
     own = _outputs(second)
     last = dict(zip(own, own, strict=True))  # names of what the copy before made, by P1's
     # Each copy is P1 with the names of its own layers, reading the copy before it as P1 reads P0.
+    held = layers.held_in(1, second)
     for copy in range(1, copies + 1):
         names: dict[str, str] = {}
-        for meta in layers.held_in(1, second):
+        for meta in held:
             copied = layers.copied(meta, copy)
             if copied.name in taken or copied.name in made:
                 raise NotRepeated(f"{copied.name} is there already")
@@ -175,7 +176,7 @@ class _Layers:
         number = self.number_of(item.module)
         on = self.repeat.left_out if number is not None and number >= self.first_moved else 0
         module = self._path(item.module, number, number + on) if on and number else item.module
-        return RawOp(op=_renamed(item.op, names), module=module)
+        return RawOp(op=item.op.rename(lambda old: names.get(old, old)), module=module)
 
     def copied_op(self, item: RawOp, names: Mapping[str, str], copy: int) -> RawOp:
         """Return an op of P1 in a copy."""
@@ -183,13 +184,9 @@ class _Layers:
         module = item.module
         if number is not None:
             module = self._path(module, number, number + copy * self.repeat.period)
-        op = _renamed(item.op, names)
-        return RawOp(op=replace(op, name=f"{op.name}_of_copy_{copy}"), module=module)
-
-
-def _renamed(op: Op, names: Mapping[str, str]) -> Op:
-    name = op.name
-    return replace(op.rename(lambda old: names.get(old, old)), name=name)
+        name = f"{item.op.name}_of_copy_{copy}"
+        op = replace(item.op, name=name).rename(lambda old: names.get(old, old))
+        return RawOp(op=op, module=module)
 
 
 def _check_equal(short: RawGraph, layers: _Layers, periods: Sequence[tuple[int, int]]) -> None:

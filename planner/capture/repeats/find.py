@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from planner.capture.repeats.trace import Event, Held, Made, Trace, relative
+from planner.capture.repeats.trace import Earlier, Event, Held, Made, Trace, relative
 
 PERIODS = 3
 """Periods that are kept: the first may follow something else than a period, and the last precedes
@@ -59,8 +59,8 @@ def find_repeat(trace: Trace, path: str, layers: int) -> Repeat | None:
         return None
     best: Repeat | None = None
     # A number for each unlike layer: these are compared many times.
-    inner = _numbered([each[0] for each in told])
-    whole = _numbered(told)
+    inner = _numbered([inside for inside, _ in told])
+    whole = _numbered([(number, between) for number, (_, between) in zip(inner, told, strict=True)])
     for period in range(1, min(_LONGEST, layers // (PERIODS + 1)) + 1):
         # Back from the end, as long as layers a period apart are equal.
         first = layers - period
@@ -91,57 +91,84 @@ def does_the_same(whole: Trace, short: Trace, repeat: Repeat) -> bool:
     before, fewer = whole.begins[path][0], short.begins[path]
     if not fewer or fewer[0] != before or whole.events[:before] != short.events[:before]:
         return False
-    told = layers_told(whole, path, repeat.layers)
+    told = layers_told(whole, path, repeat.layers, first=repeat.kept)
     short_told = layers_told(short, path, repeat.kept)
     if told is None or short_told is None:
         return False
     if told[:last] != short_told[:last] or told[last][0] != short_told[last][0]:
         return False
-    return _after(whole, path, repeat.layers) == _after(short, path, repeat.kept)
+    if _after(whole, path, repeat.layers) != _after(short, path, repeat.kept):
+        return False
+    if whole.earlier is None or short.earlier is None:
+        return whole.earlier is short.earlier
+    return does_the_same(whole.earlier, short.earlier, repeat)
 
 
-def layers_told(trace: Trace, path: str, layers: int) -> list[Told] | None:
-    """Return each layer's ops, told relative to it; None where layers are not called in order."""
+_THEN = ("the forward after",)
+"""Stands between what two forwards do."""
+
+
+def layers_told(
+    trace: Trace, path: str, layers: int, *, first: int | None = None
+) -> list[Told] | None:
+    """Return each layer's ops, told relative to it, of a forward after those of the earlier one;
+    None where layers are not called in order. With `first`, of so many layers alone.
+    """
     if trace.called[path] != list(range(layers)) or len(trace.ends[path]) != layers:
         return None
     begins, ends = trace.begins[path], trace.ends[path]
     if any(end > begin for end, begin in zip(ends, begins[1:], strict=False)):
         return None
     told = []
-    for k in range(layers):
+    for k in range(layers if first is None else first):
         nexts = begins[k + 1] if k + 1 < layers else len(trace.events)
         if k + 1 < layers:
-            between = _told(trace.events[ends[k] : nexts], begins, k, path)
+            between = _told(trace, trace.events[ends[k] : nexts], k, path)
         else:
             between = ()
-        told.append((_told(trace.events[begins[k] : ends[k]], begins, k, path), between))
-    return told
+        told.append((_told(trace, trace.events[begins[k] : ends[k]], k, path), between))
+    if trace.earlier is None:
+        return told
+    earlier = layers_told(trace.earlier, path, layers, first=first)
+    if earlier is None:
+        return None
+    return [
+        ((*inside, _THEN, *inside_then), (*between, _THEN, *between_then))
+        for (inside, between), (inside_then, between_then) in zip(earlier, told, strict=True)
+    ]
 
 
 def _after(trace: Trace, path: str, layers: int) -> tuple[Event, ...]:
     """What follows the last layer: from it, and from before the first."""
     end = trace.ends[path][-1]
-    return _told(trace.events[end:], trace.begins[path], layers - 1, path)
+    return _told(trace, trace.events[end:], layers - 1, path)
 
 
-def _told(
-    events: Sequence[Event], begins: Sequence[int], layer: int, path: str
-) -> tuple[Event, ...]:
+def _told(trace: Trace, events: Sequence[Event], layer: int, path: str) -> tuple[Event, ...]:
     """Return ops of a layer with what they read told relative to it."""
-    own, before = begins[layer], begins[layer - 1] if layer else begins[0]
     prefix = f"{path}.{layer}."
 
-    def change(read: Made | Held) -> Hashable:
+    def change(read: Made | Held | Earlier) -> Hashable:
         if isinstance(read, Held):
             name = read.name
             return ("own", name.removeprefix(prefix)) if name.startswith(prefix) else name
-        if read.event >= own:
-            return ("made here", read.event - own, read.position)
-        if read.event >= before:
-            return ("made in the layer before", read.event - before, read.position)
-        if read.event < begins[min(1, len(begins) - 1)]:
-            return ("made first", read.event, read.position)
-        # Of a layer between: said so that no other layer, and no other trace, says the same.
-        return ("made between", layer, len(begins), read.event, read.position)
+        if isinstance(read, Made):
+            return _place(read, trace.begins[path], layer)
+        if isinstance(read.what, Made) and trace.earlier is not None:
+            return ("earlier", *_place(read.what, trace.earlier.begins[path], layer))
+        return ("earlier", read.what)
 
     return tuple(relative(event, change) for event in events)
+
+
+def _place(made: Made, begins: Sequence[int], layer: int) -> tuple[Hashable, ...]:
+    """Tell a tensor relative to the layer that reads it, by where layers begin."""
+    own, before = begins[layer], begins[layer - 1] if layer else begins[0]
+    if made.event >= own:
+        return ("made here", made.event - own, made.position)
+    if made.event >= before:
+        return ("made in the layer before", made.event - before, made.position)
+    if made.event < begins[min(1, len(begins) - 1)]:
+        return ("made first", made.event, made.position)
+    # Of a layer between: said so that no other layer, and no other trace, says the same.
+    return ("made between", layer, len(begins), made.event, made.position)

@@ -33,6 +33,13 @@ class Held:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What an earlier forward of the same module made, or was given."""
+
+    what: Hashable
+
+
 Event = tuple[Hashable, ...]
 """An op: itself and whether autograd records it, the structure of its arguments, each of them,
 and what it returned."""
@@ -47,12 +54,19 @@ class Trace:
         begins: by list of layers, at which op each layer begins, in the order of calls.
         ends: the same for its ends.
         called: by list of layers, the numbers of the layers in the order of calls.
+        nodes: by list of layers, how many nodes of autograd's graph this thread had made when each
+            layer began.
+        earlier: what the forward before of the same module does, where two are compared.
+        is_whole: whether all that the forward does is told.
     """
 
     events: list[Event] = field(default_factory=list)
     begins: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, list[int]] = field(default_factory=dict)
     called: dict[str, list[int]] = field(default_factory=dict)
+    nodes: dict[str, list[int]] = field(default_factory=dict)
+    earlier: Trace | None = None
+    is_whole: bool = True
 
 
 def layer_lists(module: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
@@ -95,26 +109,36 @@ def noted_forward(
     inputs: tuple[Tensor, ...],
 ) -> Iterator[None]:
     """Note the ops of the forward inside, which reads `inputs`."""
+    ops = _Ops(module, inputs, made, trace)
+    try:
+        with layers_noted(trace, module, paths), ops:
+            yield
+    finally:
+        ops.release()
+
+
+@contextmanager
+def layers_noted(trace: Trace, module: nn.Module, paths: tuple[str, ...]) -> Iterator[None]:
+    """Note where the layers of some lists begin and end in the forward inside."""
     hooks = []
     for path in paths:
         trace.begins[path], trace.ends[path], trace.called[path] = [], [], []
+        trace.nodes[path] = []
         for number, layer in enumerate(module.get_submodule(path).children()):
             hooks.append(layer.register_forward_pre_hook(_note_begin(trace, path, number)))
             hooks.append(layer.register_forward_hook(_note_end(trace, path)))
-    ops = _Ops(module, inputs, made, trace)
     try:
-        with ops:
-            yield
+        yield
     finally:
         for hook in hooks:
             hook.remove()
-        ops.release()
 
 
 def _note_begin(trace: Trace, path: str, number: int) -> Callable[..., None]:
     def note(*_: Any) -> None:
         trace.begins[path].append(len(trace.events))
         trace.called[path].append(number)
+        trace.nodes[path].append(torch._C._autograd._get_sequence_nr())
 
     return note
 
@@ -178,11 +202,11 @@ class _Ops(TorchDispatchMode):
         return ("constant", *self._made.told(leaf)) if known is None else known[1]
 
 
-def relative(event: Event, change: Callable[[Made | Held], Hashable]) -> Event:
+def relative(event: Event, change: Callable[[Made | Held | Earlier], Hashable]) -> Event:
     """Return an op with what it reads told in another way."""
     name, structure, read, shapes = event
     assert isinstance(read, tuple)
-    told = tuple(change(each) if isinstance(each, Made | Held) else each for each in read)
+    told = tuple(change(each) if isinstance(each, Made | Held | Earlier) else each for each in read)
     return name, structure, told, shapes
 
 
@@ -213,9 +237,13 @@ def layers_of(layers: nn.Module) -> list[nn.Module]:
     return [part for part in layers._modules.values() if part is not None]
 
 
-def truncated(module: nn.Module, path: str, count: int) -> nn.Module:
-    """Leave the first layers of a list in a module; it is changed, and returned."""
+@contextmanager
+def truncated(module: nn.Module, path: str, count: int) -> Iterator[nn.Module]:
+    """Inside, a list of a module has its first layers alone."""
     layers = module.get_submodule(path)
-    for name in list(layers._modules)[count:]:
-        del layers._modules[name]
-    return module
+    whole = layers._modules
+    layers._modules = dict(list(whole.items())[:count])
+    try:
+        yield module
+    finally:
+        layers._modules = whole

@@ -51,11 +51,13 @@ class Rehearsal:
     """What two forwards showed.
 
     `reached` names the parameters that a gradient reaches; `functions` are the autograd
-    functions of Python on the way, whose backward is not that of the ops in their forward.
+    functions of Python on the way, whose backward is not that of the ops in their forward;
+    `visited` are the numbers of the nodes that a backward goes through, in order.
     """
 
     reached: frozenset[str]
     functions: frozenset[AutogradFunction]
+    visited: tuple[int, ...] = ()
 
 
 def rehearse(
@@ -115,7 +117,7 @@ def rehearse(
         )
     # Equal numbers are not enough: a loss may read what an earlier forward kept of its batch.
     is_same = first.number == second.number and not second.reads_old_batch
-    _refuse_evolving(before, after_first, after_second, is_same=is_same)
+    refuse_evolving(before, after_first, after_second, is_same=is_same)
     if not trains:
         raise CaptureError(
             "no gradient reaches a parameter from the loss, so backward() fails; let a parameter "
@@ -128,10 +130,12 @@ def _like(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(tensor) for tensor in inputs)
 
 
-def _refuse_evolving(
+def refuse_evolving(
     before: _State, after_first: _State, after_second: _State, *, is_same: bool
 ) -> None:
-    """Refuse a module that is not the same in each step."""
+    """Refuse a module that is not the same in each step: its state before, after a forward and
+    after two; `is_same` says whether both computed the same.
+    """
     changed = [name for name, value in after_first.items() if value != before.get(name)]
     # Those of a module that the forward puts in another's place are no changes.
     flags = [
@@ -248,7 +252,11 @@ def _walk_back(loss: Tensor, module: nn.Module) -> Rehearsal:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             functions.add(type(node)._forward_cls)
         queue.extend(following for following, _ in node.next_functions)
-    return Rehearsal(reached=frozenset(reached), functions=frozenset(functions))
+    return Rehearsal(
+        reached=frozenset(reached),
+        functions=frozenset(functions),
+        visited=tuple(sorted(node._sequence_nr() for node in seen)),
+    )
 
 
 def release_in_order(tensors: list[Tensor]) -> None:
