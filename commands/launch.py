@@ -123,8 +123,6 @@ def launch(
             f"{plan} is priced for {planned.execution}; this is {runs_as}, which takes other "
             f"times: `planner estimate {plan} MODEL --execution {runs_as}` tells them"
         )
-    if kernels not in (None, "eager") and planned.makes_beside:
-        show_note(f"{plan} makes weight gradients beside collectives; compiled blocks make none so")
     if kernels not in (None, "eager") and planned.gather_pieces > 1:
         show_note(f"{plan} gathers in pieces beside products; compiled blocks gather whole")
     if on_oom not in ("stop", "replan"):

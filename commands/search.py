@@ -147,7 +147,7 @@ def search(
     from planner.language.lowering.narrow_products import narrow_messages
     from planner.language.lowering.routed_experts import routing_messages
     from planner.language.ops.held_pairs import held_pairs_messages
-    from planner.language.plan import OURS, RUNTIME_OF, save_plan
+    from planner.language.plan import RUNTIME_OF, save_plan
     from planner.language.plan.buckets import check_bucket, with_buckets
     from planner.language.plan.short_sums import short_sums_messages
     from planner.language.stacks import stack_of
@@ -200,10 +200,7 @@ def search(
             found = []
             for (precision, graph), name in product(graphs.items(), executions):
                 pins = question.pins_in(graph)
-                asked = replace(
-                    request, precision=precision, execution=name, pins=pins,
-                    overlap=request.overlap if name == OURS else "none",
-                )  # fmt: skip
+                asked = replace(request, precision=precision, execution=name, pins=pins)
                 found.append((asked, find_plan_once(
                     graph, profile, asked,
                     progress=progress, use_cache=cache, candidates_of=candidates,
@@ -341,11 +338,6 @@ def _told(found: Sequence[tuple[SearchRequest, SearchResult]]) -> Iterator[str]:
             for way, (_, result) in zip(ways, found, strict=True)
         )
         yield f"{' and '.join(compress(('precision', 'kernels'), differ))}: {', '.join(each)}"
-    if len({request.overlap for request, _ in found}) > 1:
-        yield (
-            "--overlap auto: only eager kernels make weight gradients beside collectives; plans of "
-            "compiled blocks were searched without"
-        )
 
 
 def _step_s(result: SearchResult) -> float:

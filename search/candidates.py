@@ -139,7 +139,7 @@ class Candidates:
                 given=Degrees(**dict(request.axes)),
                 expressed=expressed,
                 # Compiled graphs have an order of their own; other runtimes, theirs.
-                beside=request.overlap == "auto" and costs.adds_ops,
+                beside=request.overlap == "auto",
                 # (A choice for the whole plan, which stages that choose for themselves lack.)
                 logits="whole" if request.meshes == "own" or profile.groups else request.logits,
                 least_logit_bytes=least_logit_bytes(request, profile),

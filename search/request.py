@@ -232,7 +232,7 @@ class SearchRequest:
                 f"`logits` {self.logits} was given with `meshes` own, whose stages would each "
                 "choose; drop one of them"
             )
-        if self.overlap == "auto" and self.execution != OURS:
+        if self.overlap == "auto" and self.execution not in RUNTIME_OF.values():
             raise LayoutError(
                 f"`overlap` auto was given with `execution` {self.execution}, which makes weight "
                 "gradients in an order of its own, none of them beside collectives by choice; drop "

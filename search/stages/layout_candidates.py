@@ -291,6 +291,8 @@ class SizedCandidates:
             if microbatch_seconds(beside) < microbatch_seconds(table):
                 yield beside
                 table = beside
+            if not self.candidates.costs.adds_ops:  # compiled blocks gather whole
+                continue
             cut = min((replace(table, pieces=k) for k in PIECES), key=microbatch_seconds)
             if microbatch_seconds(cut) < microbatch_seconds(table):
                 yield cut

@@ -59,15 +59,15 @@ def test_kernels_that_are_not_there_are_refused(planner, write_model):
     assert "--kernels fast was given; use eager or compiled" in launched
 
 
-def test_work_beside_collectives_is_of_eager_kernels_alone(planner, write_model):
+def test_work_beside_collectives_is_of_our_runtime_alone(planner, write_model):
     path = write_model()
-    for kernels in ("--kernels", "compiled"), ("--execution", "megatron-core"):
-        refused = planner("search", path, *SEARCH, "--overlap", "auto", *kernels).complaint
-        assert "--overlap auto was given with --execution" in refused
-        assert "plan for ours-eager" in refused
-    both = planner("search", path, *SEARCH, "--overlap", "auto", "--kernels", "auto")
-    assert both.code == 0, both.stderr
-    assert "plans of compiled blocks were searched without" in both.stderr
+    asked = "search", path, *SEARCH, "--overlap", "auto"
+    refused = planner(*asked, "--execution", "megatron-core").complaint
+    assert "--overlap auto was given with --execution" in refused
+    assert "plan for ours-eager" in refused
+    for kernels in ("compiled", "auto"):
+        found = planner(*asked, "--kernels", kernels)
+        assert found.code == 0, found.stderr
 
 
 def test_a_launch_hands_its_kernels_on(planner, write_model, monkeypatch):
@@ -88,6 +88,6 @@ def test_a_launch_hands_its_kernels_on(planner, write_model, monkeypatch):
     beside = json.loads(Path("plan.json").read_text()) | {"overlap": "input-gradients"}
     Path("plan.json").write_text(json.dumps(beside))
     launched = planner("launch", "--kernels", "compiled", "--device", "cpu", "plan.json", path)
-    assert "compiled blocks make none so" in launched.stderr
+    assert launched.code == 0
     followed = followed_plan("plan.json")
-    assert (followed.kernels, followed.overlap) == ("compiled", "none")
+    assert (followed.kernels, followed.overlap) == ("compiled", "input-gradients")

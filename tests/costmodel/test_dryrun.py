@@ -205,6 +205,31 @@ def test_logits_in_chunks_are_in_the_dry_run(layout, precision):
     assert most > 1.3 * least
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2, "recompute": "selective"},
+        pytest.param({"recompute": "full"}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "zero_stage": 3}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_logits_in_chunks_of_compiled_blocks_are_in_the_dry_run(layout):
+    """X10: within 4%, as compiled blocks are; whole logits take over a third more."""
+    graph = wide("model")
+    costs = CostCache(graph, CpuProfile(), execution=find_execution("ours-compiled"))
+    plan = default_plan(graph, **{"microbatch_size": 8, "num_microbatches": 2, **layout})
+    whole = plan.model_copy(update={"kernels": "compiled"})
+    plan = whole.model_copy(update={"logit_rows": 24})
+    model = replace(tiny_models()["gpt"], build=WideGPT)
+    assert_every_rank(plan, model, graph, costs, within=0.04)
+    most, least = (
+        float(estimate(graph, costs.profile, each, costs=costs).memory[-1].tensor_bytes)
+        for each in (whole, plan)
+    )
+    assert most > 1.3 * least
+
+
 @pytest.mark.parametrize("precision", ["model", "bf16"])
 def test_capped_logits_in_chunks_are_in_the_dry_run(precision):
     """X10: with what the backward through a tanh has of each logit."""
@@ -243,6 +268,24 @@ def test_compiled_blocks_hold_what_their_graphs_do(gpt, layout):
     model, graph, _ = gpt
     plan = default_plan(graph, **{"microbatch_size": 8, "num_microbatches": 2, **layout})
     plan = plan.model_copy(update={"kernels": "compiled"})
+    costs = CostCache(graph, CpuProfile(), execution=find_execution("ours-compiled"))
+    assert_every_rank(plan, model, graph, costs, within=0.04)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2},
+        pytest.param({"tp": 2, "recompute": "selective"}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2, "pp": 2, "schedule": "zb_h1"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_weight_gradients_of_compiled_blocks_beside_collectives(gpt, layout):
+    """X10: their factors go at the collective, where others stay to the end of the block."""
+    model, graph, _ = gpt
+    plan = default_plan(graph, **{"microbatch_size": 8, "num_microbatches": 2, **layout})
+    plan = plan.model_copy(update={"kernels": "compiled", "overlap": "input-gradients"})
     costs = CostCache(graph, CpuProfile(), execution=find_execution("ours-compiled"))
     assert_every_rank(plan, model, graph, costs, within=0.04)
 

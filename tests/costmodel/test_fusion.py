@@ -79,7 +79,12 @@ def test_measured_compiled_blocks_say_it_all():
         )
     )
     block = CostCache(graph, halved).block(0, 1, Degrees(tp=2))
-    compiled = CostCache(graph, halved, execution=find_execution("ours-compiled")).block(
-        0, 1, Degrees(tp=2)
-    )
+    costs = CostCache(graph, halved, execution=find_execution("ours-compiled"))
+    compiled = costs.block(0, 1, Degrees(tp=2))
     assert compiled.times.forward_s == pytest.approx(0.5 * block.times.forward_s)
+    # A loss of logits in chunks runs op by op there, too: its half is not saved.
+    head = graph.blocks[-1].class_index
+    whole, chunked = (costs.block(head, 1, Degrees(), logit_rows=rows) for rows in (0, 16))
+    eager = CostCache(graph, halved).block(head, 1, Degrees(), logit_rows=16)
+    assert 0.6 * eager.times.forward_s < chunked.times.forward_s < eager.times.forward_s
+    assert whole.times.forward_s < chunked.times.forward_s

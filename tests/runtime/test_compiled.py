@@ -38,6 +38,12 @@ MORE = {
     "dp2-zero1": {"dp": 2, "zero_stage": 1},
     "tp2-recompute": {"tp": 2, "recompute": "full"},
 }
+CHUNKED = {
+    "tp2-selective": {"tp": 2, "recompute": "selective", "logit_rows": 7},
+    "tp2-beside": {"tp": 2, "num_microbatches": 2, "overlap": "input-gradients", "logit_rows": 7},
+    "pp2-zb_h1": {"pp": 2, "schedule": "zb_h1", "logit_rows": 7},
+    "dp2-zero3-recompute": {"dp": 2, "zero_stage": 3, "recompute": "full", "logit_rows": 7},
+}
 MODELS = ("gpt", "hf-llama", "vit", "hf-mixtral")
 
 
@@ -46,13 +52,12 @@ def verify_layouts(name, captured, layouts, compiler, capture=None):
     graph = from_json(captured)
     apart, counts = {}, {}
     for label, layout in layouts.items():
-        plan = default_plan(graph, microbatch_size=2, **layout)
-        plan = plan.model_copy(
-            update={
-                "kernels": "graphs" if capture else "compiled",
-                "accept": ("unknown-ops",) if name in FUNCTIONS else (),
-            }
-        )
+        choices = {key: layout[key] for key in ("logit_rows", "overlap") if key in layout}
+        sizes = {key: value for key, value in layout.items() if key not in choices}
+        plan = default_plan(graph, microbatch_size=2, **sizes)
+        choices["kernels"] = "graphs" if capture else "compiled"
+        choices["accept"] = ("unknown-ops",) if name in FUNCTIONS else ()
+        plan = plan.model_copy(update=choices)
         made = []
 
         def counting(module, made=made):
@@ -90,6 +95,16 @@ def test_graphs_equal_one_process():
     assert counts["pp2-zb_h1"] == 4
     # (Rows of a cut table are exchanged by the batch, which stays eager.)
     assert counts["tp2-selective"] == 4
+
+
+def test_graphs_with_logits_in_chunks_equal_one_process():
+    """With whole and divided vocabularies: the head has a graph as the others have; and with weight
+    gradients beside collectives, of which a layer has two.
+    """
+    counts = check("gpt", CHUNKED)
+    pieces = counts.pop("tp2-beside")
+    assert counts == {"tp2-selective": 4, "pp2-zb_h1": 4, "dp2-zero3-recompute": 6}
+    assert pieces > counts["tp2-selective"] + 1
 
 
 def test_graphs_of_a_device_equal_one_process():

@@ -137,11 +137,13 @@ def backward_facts(
     is_compiled: bool = False,
 ) -> BackwardFacts:
     """Return the facts of a bound program with those `deferrable_products`; `results` are those of
-    `recomputed.Kept`, `waits` has the `products_beside` its collectives. Compiled, all products
-    are made at the end.
+    `recomputed.Kept`, `waits` has the `products_beside` its collectives. Compiled, all other
+    products are made at the end.
     """
+    waits = waits or {}
     if is_compiled:
-        waits = {AT_END: tuple(products)}
+        beside = {name for names in waits.values() for name in names}
+        waits = {**waits, AT_END: tuple(name for name in products if name not in beside)}
     storages = saved.storages
     program, tensor = storages.program, storages.program.tensor
     return BackwardFacts(
@@ -155,7 +157,7 @@ def backward_facts(
         saved_bytes=saved.num_bytes,
         first_saver=next((name for name, mine in saved.saved.items() if mine != Saved()), None),
         results=results,
-        waits=waits or {},
+        waits=waits,
         is_compiled=is_compiled,
     )
 

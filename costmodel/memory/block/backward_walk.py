@@ -71,8 +71,9 @@ def backward_walk(
     # What a neighbour still holds outlives the op that would free it.
     never_freed = {storage[name].root for name in program.inputs if name not in freed_inputs}
     never_freed |= {storage[name].root for name in kept_by_others}
-    # Deferred, those of a compiled block go to the later job as well.
-    late = Waiting({} if facts.is_compiled and split else facts.waits)
+    # Deferred, those at the end of a compiled block go to the later job as well.
+    left = {AT_END} if facts.is_compiled and split else set()
+    late = Waiting({name: each for name, each in facts.waits.items() if name not in left})
     if split:
         # A deferred weight gradient reads its operands in a later job.
         never_freed.update(

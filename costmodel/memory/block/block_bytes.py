@@ -152,6 +152,7 @@ def _block_bytes(
                 products,
                 frozenset() if runs_twice else again,
                 {} if runs_twice else kept.roots,
+                waits,
             )
             if is_compiled
             else backward_facts(saved, products, kept.results, waits)

@@ -60,11 +60,13 @@ def compiled_facts(
     products: Mapping[str, ProductArgs],
     again: Collection[str],
     kept: Mapping[str, int],
+    waits: Mapping[str, tuple[str, ...]] | None = None,
 ) -> BackwardFacts:
     """Return the facts of a compiled program whose backward runs the ops named in `again` again;
-    `kept` has the bytes of the storages that it keeps.
+    `kept` has the bytes of the storages that it keeps, `waits` the `products_beside` its
+    collectives.
     """
-    facts = backward_facts(saved, products, is_compiled=True)
+    facts = backward_facts(saved, products, waits=waits, is_compiled=True)
     # Storages that only these ops read are freed by the kernel in which the first of them runs.
     read: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for root in kept.keys() - facts.saved.keys():

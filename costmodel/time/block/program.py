@@ -30,6 +30,7 @@ from costmodel.topology import Axis
 from planner.language.graph import Program
 from planner.language.layout.redistribute import goes_back
 from planner.language.ops.call import Work
+from planner.language.ops.families.losses.in_chunks import LOSS_IN_CHUNKS
 from planner.language.ops.families.products.rings import RING
 from planner.language.ops.flops import op_kernels
 from planner.language.ops.record import why_eager, why_no_graph
@@ -83,7 +84,7 @@ def profiled_times(
         op.name: op_works(op, tensor) for op in local.ops if op.target != "planner.redistribute"
     }
     seconds = _seconds_of_ops(local, profile, kernels, works)
-    cut = in_pieces(local, pieces, recomputed)
+    cut = in_pieces(local, pieces if kernels == "eager" else 1, recomputed)
     shown = seconds_in_pieces(local, profile, axes, cut, pieces)
     forward_s = backward_s = recomputed_s = forward_comm_s = backward_comm_s = 0.0
     weight_of: dict[str, float] = {}
@@ -268,9 +269,22 @@ def _seconds_of_ops(
         for op in local.ops
         if op.name in works
     }
-    measured = profile.block_correction("forward", compiled=True) != 1.0
-    # Where whole compiled blocks were measured, that says it all.
-    return eager if kernels == "eager" or measured else fused_seconds(local, profile, eager)
+    if kernels == "eager":
+        return eager
+    if profile.block_correction("forward", compiled=True) == 1.0:
+        return fused_seconds(local, profile, eager)
+    # Where whole compiled blocks were measured, that says it all, but for ops that run there as
+    # they do op by op.
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    stays = [
+        profile.block_correction(direction) / profile.block_correction(direction, compiled=True)
+        for direction in directions
+    ]
+    for op in local.ops:
+        if op.target == LOSS_IN_CHUNKS:
+            there, back = eager[op.name]
+            eager[op.name] = there * stays[0], back * stays[1]
+    return eager
 
 
 def _with_host(

@@ -373,11 +373,6 @@ class Plan(Record):
                 f"gather_pieces is {self.gather_pieces} and kernels are compiled, whose graphs "
                 "have an order of their own; use eager kernels, or gather_pieces 1"
             )
-        if self.overlap != "none" and self.is_compiled:
-            raise ValueError(
-                f"overlap is {self.overlap} and kernels are compiled, whose graphs have an order "
-                "of their own; use eager kernels, or no overlap"
-            )
         if self.zero_stage and self.kernels == "graphs":
             raise ValueError(
                 f"zero_stage is {self.zero_stage} and kernels are graphs, which read parameters "

@@ -72,14 +72,21 @@ def record(span: _Recording | None) -> None:
     _span = span
 
 
-def run(kind: str, start: Callable[[], Tensor], *, rows: int = 0) -> Tensor:
+def run(
+    kind: str,
+    start: Callable[[], Tensor],
+    *,
+    rows: int = 0,
+    meanwhile: Meanwhile | None = None,
+) -> Tensor:
     """Start a collective and return what it gives, which the caller may use at once; `rows` are
-    those that it brings to experts. What is to be done meanwhile is done before the wait.
+    those that it brings to experts. What is to be done `meanwhile`, by the caller's word or by that
+    of the redistribution it is of, is done before the wait.
     """
     global _meanwhile
     if torch.compiler.is_compiling():
         return _funcol.wait_tensor(start())
-    meanwhile, _meanwhile = _meanwhile, None
+    meanwhile, _meanwhile = meanwhile or _meanwhile, None
     if _span is None:
         given = start()
         if meanwhile is not None:

@@ -31,16 +31,12 @@ class LaunchedPlanWarning(UserWarning):
 
 
 def followed_plan(given: Plan | str | os.PathLike[str]) -> Plan:
-    """Return the plan that an engine made with `given` follows, with the kernels of the launch;
-    compiled ones make no weight gradients beside collectives, which a plan of eager ones may.
+    """Return the plan that an engine made with `given` follows, with the kernels of the launch.
 
     Raises PlanError where it can't be told which engine the launched plan is for.
     """
     plan, kernels = _followed(given), os.environ.get(KERNELS)
-    if kernels is None:
-        return plan
-    alone = {"overlap": "none"} if kernels != "eager" else {}
-    return plan.model_copy(update={"kernels": kernels, **alone})
+    return plan if kernels is None else plan.model_copy(update={"kernels": kernels})
 
 
 def _followed(given: Plan | str | os.PathLike[str]) -> Plan:

@@ -119,6 +119,7 @@ class Programs:
                 compiler,
                 eager=self.of_class(class_index)(self._own_size),
                 queue=self._weight_queue,
+                beside=self._beside is not None,
             )
             found = None if capture is None else why_no_graph(program)
             if capture is not None and joint.writes:

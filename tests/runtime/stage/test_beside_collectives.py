@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import planner
 from costmodel.time.communication import beside_seconds
-from planner.language.graph import ModelGraph
+from planner.language.graph import ModelGraph, from_json, to_json
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import ClassLayout, Plan
 from planner.runtime.process import collectives
+from planner.runtime.process.groups.mesh import build_mesh
 from planner.runtime.stage.beside_collectives import BesideCollectives, RedistributeBeside
+from planner.runtime.stage.compiled.kernels import op_by_op
+from planner.runtime.stage.compiled.pieces import _WAIT, RunPieces, in_pieces
 from planner.runtime.stage.weight_grads import Pending, WeightProduct
+from planner.runtime.step.engine import Engine
 from planner.timeline import BESIDE, COLLECTIVE, bubbles, load_timeline
 from search import SearchRequest
 from search.candidates import Candidates
@@ -206,12 +211,166 @@ def test_trains_as_one_process_on_four_ranks():
     )
 
 
-def test_compiled_blocks_are_refused():
-    plan = default_plan(capture("small-gpt"), tp=2)
-    with pytest.raises(ValueError, match="use eager kernels, or no overlap"):
-        Plan.model_validate(
-            plan.model_dump(mode="json") | {"overlap": "input-gradients", "kernels": "compiled"}
+def trained_compiled(graph: Any, plans: list[Plan]) -> list[tuple[list[torch.Tensor], list[int]]]:
+    """Two steps of each plan on graphs that run op by op: parameters, and how many weight gradients
+    were made beside each collective.
+    """
+    found = []
+    for plan in plans:
+        tiny, module = build("small-gpt")
+        with pytest.MonkeyPatch.context() as patch:
+            made = made_beside(patch)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            mesh = build_mesh(plan, torch.device("cpu"))
+            engine = Engine(
+                plan, from_json(graph), module, mesh, optimizer=optimizer, compiler=op_by_op
+            )
+            for _ in range(2):
+                engine.step(tiny.batch(plan.global_batch))
+            state = engine.full_state_dict()
+            engine.close()
+        found.append(([state[name] for name in sorted(state)], [n for n in made if n]))
+    return found
+
+
+def made_beside(patch: pytest.MonkeyPatch) -> list[int]:
+    """Return what counts, from now on, weight gradients made inside each collective."""
+    made: list[int] = []
+    run, accumulate = collectives.run, Pending.accumulate
+    inside: list[str] = []
+
+    def running(kind: str, start: Any, **how: Any) -> torch.Tensor:
+        made.append(0)
+        inside.append(kind)
+        given = run(kind, start, **how)
+        inside.pop()
+        return given
+
+    def product(self: Pending) -> None:
+        if inside:
+            made[-1] += 1
+        accumulate(self)
+
+    patch.setattr(collectives, "run", running)
+    patch.setattr(Pending, "accumulate", product)
+    return made
+
+
+def test_compiled_blocks_make_them_beside_the_same_collectives():
+    """To the last bit what they are at the end of a block's backward, under each recomputation."""
+    graph = capture("small-gpt")
+    plans = [
+        default_plan(graph, tp=2, num_microbatches=2, recompute=recompute)
+        for recompute in ("none", "full", "selective")
+    ]
+    compiled = [
+        plan.model_copy(update={"kernels": "compiled", "overlap": overlap})
+        for plan in plans
+        for overlap in ("none", "input-gradients")
+    ]
+    told, _ = run_ranks(trained_compiled, 2, to_json(graph), compiled)
+    for (expected, at_end), (found, made) in zip(told[::2], told[1::2], strict=True):
+        assert not at_end
+        # Of two layers, of two microbatches, in two steps: the sums behind MLP and attention.
+        assert len(made) >= 16
+        assert sum(made) >= 8 * 4
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_as_one_process():
+    cases: list[dict[str, Any]] = [
+        {"tp": 2, "recompute": "selective"},
+        {"tp": 2, "num_microbatches": 2},
+        {"cp": 2},
+    ]
+    plans = [
+        (
+            "small-gpt",
+            beside(default_plan(capture("small-gpt", torch.float64), **how)).model_copy(
+                update={"kernels": "compiled"}
+            ),
         )
+        for how in cases
+    ]
+    check_plans(2, plans)
+
+
+def a_backward() -> tuple[fx.GraphModule, list[tuple[int, int]], set[int]]:
+    """dx3 = g w3; its sum; a sum of g; dx2 = the first sum times w2; its sum; and the factors."""
+    graph = fx.Graph()
+    g, w3, w2 = (graph.placeholder(name) for name in ("g", "w3", "w2"))
+    start, wait = torch.ops._c10d_functional.all_reduce.default, _WAIT
+
+    def summed(x: fx.Node) -> fx.Node:
+        return graph.call_function(wait, (graph.call_function(start, (x, "sum", "tp")),))
+
+    dx3 = graph.call_function(torch.ops.aten.mm.default, (g, w3))
+    first = summed(dx3)
+    aside = summed(g)
+    dx2 = graph.call_function(torch.ops.aten.mm.default, (first, w2))
+    graph.output((summed(dx2), aside, w3, g, w2, first))
+    # Of the product by w3 both factors are there at once, of that by w2 behind the first sum.
+    return fx.GraphModule(torch.nn.Module(), graph), [(2, 3), (4, 5)], {0, 1}
+
+
+def test_a_backward_ends_a_piece_where_weight_gradients_can_be_made():
+    """Beside the first two sums; the third, for which nothing is left, stays in the last piece."""
+    pieces = in_pieces(*a_backward())
+    assert pieces is not None
+    calls = [
+        [
+            node.target.name().partition("::")[2]
+            for node in part.module.graph.nodes
+            if node.op == "call_function" and node.target is not _WAIT
+        ]
+        for part in pieces.parts
+    ]
+    assert [part.products for part in pieces.parts] == [(0,), (1,), ()]
+    assert calls == [["mm"], ["mm"], ["all_reduce"]]
+    module, factors, gradients = a_backward()
+    assert in_pieces(module, [], gradients) is None
+    assert factors
+
+
+@pytest.mark.parametrize(("transfer_s", "product_s"), [(0.0, 1.0), (0.5, 1.0), (2.0, 1.0)])
+def test_what_shows_of_a_delayed_collective_of_compiled_blocks(transfer_s, product_s, monkeypatch):
+    """D18: with a delay injected, on a clock that products and waits alone move."""
+    clock_s = 0.0
+
+    def until(then_s: float) -> None:
+        nonlocal clock_s
+        clock_s = max(clock_s, then_s)
+
+    sums = LateSums(transfer_s, lambda: clock_s, until)
+    monkeypatch.setattr(collectives, "_funcol", sums)
+    module, factors, gradients = a_backward()
+    pieces = in_pieces(module, factors, gradients)
+    assert pieces is not None
+    parts = tuple(
+        replace(part, started=part.started and replace(part.started, call=sums.all_reduce))
+        for part in pieces.parts
+    )
+    # (The third one runs in its piece, without a clock.)
+    for part in parts:
+        for node in list(part.module.graph.nodes):
+            if "all_reduce" in str(node.target):
+                node.replace_all_uses_with(node.args[0])
+                part.module.graph.erase_node(node)
+    run = RunPieces(replace(pieces, parts=parts), op_by_op)
+    made = []
+
+    def make(products, results):
+        for at in products:
+            assert all(results[place] is not None for place in factors[at])
+            made.append(at)
+            until(clock_s + product_s)
+
+    run([torch.ones(2, 2) for _ in range(3)], make)
+    assert made == [0, 1]
+    predicted_s = float(beside_seconds(Machine(), transfer_s, product_s))
+    assert sums.waited_s == pytest.approx([predicted_s] * 2, rel=0.1)
 
 
 def test_plans_without_the_field_are_read_and_written_as_before():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +17,13 @@ from planner.language.lowering.lowering import local_program
 from planner.language.ops.families.losses.in_chunks import LOSS_IN_CHUNKS, loss_in_chunks
 from planner.language.plan import Plan
 from planner.runtime.stage.calls.losses import in_chunks
+from planner.runtime.stage.calls.losses.chunk_loops import Chunks
+from planner.runtime.stage.compiled.kernels import compiled
 from tests.builders import HIDDEN, VOCABULARY, gpt_batch
 from tests.captures import capture_module
 from tests.runtime.scenarios import build, capture, check_plans
 from tests.runtime.stage.test_beside_collectives import split_layouts
+from tests.runtime.stage.test_compiled import assert_equal, both, run
 from tests.spawn import run_ranks
 
 ROWS = 7
@@ -259,6 +263,46 @@ def test_trains_as_one_process_on_four_ranks():
         for name, how in choices
     ]
     check_plans(4, plans)
+
+
+@pytest.mark.parametrize("spelled", ["plain", "capped", "shifted", "bias"])
+def test_a_graph_holds_each_loop_as_an_op(spelled):
+    """Of a capped loss with what autograd makes of the tanh; results have the same bits."""
+    _, program = head_of(spelled)
+    eager, block, queue = both(program)
+    loops = [
+        str(node.target)
+        for half in (block.halves.forward, block.halves.backward)
+        for node in half.graph.nodes
+        if str(node.target).startswith("planner.")
+    ]
+    assert loops == ["planner.numbers_in_chunks.default", "planner.gradients_in_chunks.default"]
+    expected, eager_bytes = run(eager, program, queue)
+    found, saved_bytes = run(block, program, queue)
+    assert_equal(found, expected)
+    assert saved_bytes == eager_bytes
+
+
+@pytest.mark.slow
+def test_a_compiler_takes_such_a_block():
+    _, program = head_of("capped")
+    program = replace(
+        program,
+        tensors=tuple(
+            replace(each, dtype=each.dtype.replace("float32", "float64"))
+            for each in program.tensors
+        ),
+    )
+    eager, block, queue = both(program, compiled)
+    assert_equal(run(block, program, queue)[0], run(eager, program, queue)[0], atol=1e-12)
+
+
+def test_what_loops_are_told_is_spelled_and_read():
+    told = Chunks(True, (("aten.mul.Tensor", 0.5), *CAST_TO_FP32), -100, 0.1, ROWS, 20, 40)
+    assert Chunks.read(told.spelled()).spelled() == told.spelled()
+    assert Chunks.read(told.spelled()).steps[1][1] is torch.float32
+    with pytest.raises(TypeError, match="a graph holds no step on logits with"):
+        told._replace(steps=(("aten.to.device", torch.device("cpu")),)).spelled()
 
 
 def looked_at(plan: Plan) -> tuple[float, float, float, tuple[tuple[int, ...], ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from planner.runtime.stage.compiled.graphs import Capture, GraphedKernels
 from planner.runtime.stage.compiled.halves import Halves
 from planner.runtime.stage.compiled.kernels import Compiler, Kernels
+from planner.runtime.stage.compiled.pieces import RunPieces, in_pieces
 from planner.runtime.stage.weight_grads import Pending, WeightQueue, weight_gradient
 
 
@@ -25,16 +26,25 @@ class CompiledBlock:
         *,
         eager: Callable[..., tuple[Tensor, ...]],
         queue: WeightQueue | None,
+        beside: bool = False,
     ) -> None:
         """`eager` runs where nothing is saved (an evaluation), and where ops are looked at one by
         one (anomaly mode); `queue` is where the stage's weight gradients wait for W jobs, if they
-        do.
+        do. `beside`: weight gradients are made beside collectives of the backward.
         """
         self.halves, self.queue, self._eager = halves, queue, eager
         self.forward: Kernels = compiler(halves.forward)
-        self.backward: Kernels | None = (
-            None if halves.backward is None else compiler(halves.backward)
-        )
+        self.backward: Kernels | None = None
+        self.pieces: RunPieces | None = None
+        if halves.backward is None:
+            return
+        factors = [(x_at, grad_at) for *_, x_at, grad_at in halves.products]
+        gradients = {at for at in halves.gradients if at is not None}
+        found = in_pieces(halves.backward, factors, gradients) if beside else None
+        if found is None:
+            self.backward = compiler(halves.backward)
+        else:
+            self.pieces = RunPieces(found, compiler)
 
     def run_in_graphs(self, capture: Capture, *, params: Collection[int], num_blocks: int) -> None:
         """Run both halves in CUDA graphs from now on; `params` are the positions of parameters,
@@ -61,7 +71,7 @@ class CompiledBlock:
             return self._eager(*tensors)
         # Kernels are made for one order in memory.
         given = [x if x.is_contiguous() else x.contiguous() for x in tensors]
-        if self.backward is None:
+        if self.halves.backward is None:
             with torch.no_grad():
                 made = self.forward(given)
             return tuple(made[at] for at in self.halves.outputs)
@@ -93,7 +103,6 @@ class _Block(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         block: CompiledBlock = ctx.block
         halves, pending, weights = block.halves, ctx.pending, ctx.weights
-        assert block.backward is not None
         taken = list(ctx.saved_tensors)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # Nodes outlive what they saved: to the end of their stage's backward. Without this
@@ -101,27 +110,52 @@ class _Block(torch.autograd.Function):
             ctx.maybe_clear_saved_tensors()
             ctx.pending = ctx.weights = None
         taken += [g.contiguous() for g, has in zip(grads, halves.has_gradient, strict=True) if has]
-        made: list[Tensor | None] = list(block.backward(taken))
-        found = [None if at is None else made[at] for at in halves.gradients]
         needs = ctx.needs_input_grad[2:]
-        now: list[Pending] = []
-        for index, (position, transposed, scaling, x_at, grad_at) in enumerate(halves.products):
-            x, grad = made[x_at], made[grad_at]
-            assert x is not None
-            assert grad is not None
-            if not needs[position]:
-                continue
-            weight = None if weights is None else weights[index]
-            if weight is not None and weight.is_leaf and not weight._backward_hooks:
-                adding = now if pending is None else pending
-                adding.append(Pending(weight, None, transposed, x, grad, scaling))
-                continue
-            # Autograd hands it to FSDP2, to what the weight was made from, or to the hook.
-            fresh = weight_gradient(None, x, grad, transposed=transposed, scaling=scaling)
+        fresh: dict[int, Tensor] = {}  # gradients that autograd hands on, by position
+        left = list(range(len(halves.products)))
+
+        def products_of(indices: Iterable[int], made: Sequence[Tensor | None]) -> list[Pending]:
+            """Return those that are added to sums; the others are made."""
+            found = []
+            for index in indices:
+                position, transposed, scaling, x_at, grad_at = halves.products[index]
+                x, grad = made[x_at], made[grad_at]
+                assert x is not None
+                assert grad is not None
+                if not needs[position]:
+                    continue
+                weight = None if weights is None else weights[index]
+                if weight is not None and weight.is_leaf and not weight._backward_hooks:
+                    found.append(Pending(weight, None, transposed, x, grad, scaling))
+                    continue
+                # Autograd hands it to FSDP2, to what the weight was made from, or to the hook.
+                of = weight_gradient(None, x, grad, transposed=transposed, scaling=scaling)
+                assert of is not None
+                fresh[position] = fresh[position] + of if position in fresh else of
+            return found
+
+        def make_beside(indices: Sequence[int], made: Sequence[Tensor | None]) -> None:
+            for index in indices:
+                left.remove(index)
+            for each in products_of(indices, made):
+                each.accumulate()
+
+        made: list[Tensor | None]
+        if block.pieces is not None:
+            made = block.pieces(taken, make_beside)
+        else:
+            assert block.backward is not None
+            made = list(block.backward(taken))
+        found = [None if at is None else made[at] for at in halves.gradients]
+        now = products_of(left, made)
+        if pending is not None:
+            pending += now
+            now = []
+        for position, each in fresh.items():
             before = found[position]
-            found[position] = fresh if before is None or fresh is None else before + fresh
+            found[position] = each if before is None else before + each
         # Each product gives its factors back as it is made.
-        made, x, grad = [], None, None
+        made = []
         while now:
             now.pop().accumulate()
         return (None, None, *found)

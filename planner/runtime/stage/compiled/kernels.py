@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from planner.runtime.stage.calls.losses.chunk_loops import LOOPS
+
 Kernels = Callable[[list[Tensor]], Sequence[Tensor]]
 """Takes a list, which it may empty: what nobody else holds is freed as soon as it is used."""
 
@@ -65,8 +67,15 @@ def op_by_op(module: fx.GraphModule) -> Kernels:
     """Return the same without a compiler: what dry runs count the bytes of."""
 
     def run(tensors: list[Tensor]) -> Sequence[Tensor]:
-        interpreter = fx.Interpreter(module)
+        interpreter = _OpByOp(module)
         made: Sequence[Tensor] = interpreter.boxed_run(tensors)
         return made
 
     return run
+
+
+class _OpByOp(fx.Interpreter):
+    """Runs a graph; of loops that it has as an op the ops inside, which dry runs see."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(LOOPS.get(target, target), args, kwargs)

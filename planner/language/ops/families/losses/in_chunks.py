@@ -264,6 +264,5 @@ register(
         saved=_saved,
         scratch=_scratch,
         recomputed=False,
-        eager="it makes logits and their loss in chunks, which adds to gradients as it goes",
     )
 )
