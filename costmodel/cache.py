@@ -376,7 +376,8 @@ class CostCache:
         recomputed: tuple[str, ...] | None,
     ) -> frozenset[str]:
         """Return the ops of a rank's program that selective recomputation runs again."""
-        return ops_made_again(self.bound(class_index, microbatch_size), held, recomputed)
+        again = ops_made_again(self.bound(class_index, microbatch_size), held, recomputed)
+        return casts_made_again(held, again)
 
     def block_bytes(
         self,
@@ -406,9 +407,7 @@ class CostCache:
             held = as_saved(local, self.profile)
             again = frozenset[str]()
             if recompute == "selective":
-                again = casts_made_again(
-                    held, self._made_again(class_index, microbatch_size, held, recomputed)
-                )
+                again = self._made_again(class_index, microbatch_size, held, recomputed)
             self._bytes[key] = block_bytes(
                 held,
                 device_type=self.profile.cluster.device_type,
@@ -416,7 +415,7 @@ class CostCache:
                 recomputed=again,
                 beside=beside,
                 is_compiled=self.compiles and why_eager(held) is None,
-                instead=saved_instead(held, self.execution, again),
+                instead=saved_instead(held, self.execution),
             )
         return self._bytes[key]
 

@@ -65,6 +65,21 @@ def test_one_run_hardly_moves_a_rate(machine):
     assert abs(errors[2]) < 0.05
 
 
+def test_rates_that_are_held_stay(machine):
+    """A run on a slower host, of which the host's rate alone may be told."""
+    profile, rates = machine
+    run = parse_row({**SMALL, "hidden": "512", "heads": "8", "ffn_hidden": "2048"})
+    slow = RowPrices().estimate(run, profile, replace(rates, host_op_s=7.5e-5)).step_s
+    priced = PricedRuns([MeasuredRun(run=run, profile=profile, rates=rates, step_s=slow)])
+    start = {name: getattr(rates, name) for name in RANGES}
+    values, told = fit_rates(priced, start=start, free=("host_op_s",), rounds=4, pull=0.0)
+    assert told == ("host_op_s",)
+    assert values["host_op_s"] == pytest.approx(7.5e-5, rel=0.02)
+    assert {name: values[name] for name in RANGES if name not in told} == {
+        name: value for name, value in start.items() if name not in told
+    }
+
+
 def test_other_rates_price_the_same_programs(machine, monkeypatch):
     """A row is lowered once, and under other rates it takes what it takes priced by itself."""
     profile, rates = machine

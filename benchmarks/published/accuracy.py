@@ -7,7 +7,8 @@ printed one, else it follows from tokens or samples per second, else from TFLOP/
 source's own definition. `--held-out` fits each device again without a source, and without a
 fifth of all rows, and prints how well those are predicted then. `--fit` adjusts a shipped
 profile's few training rates to the rows of its device and writes them, with what they were
-fitted on and the error that is left.
+fitted on and the error that is left; `--free` holds all but some, and `--beside-goldens` adds the
+half of Megatron-LM's goldens that is not kept aside.
 
 Sources with stalled runs (`stalls`) get a second line without these, and `--stalled` lists them.
 `--groups` ranks the layouts of each model, machine and batch; `--plot` draws predicted against
@@ -17,7 +18,7 @@ measured steps. `python -m docs.build.accuracy_page` prices all tables and write
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +35,7 @@ from benchmarks.published.fit_rates import (
     fit_rates,
     held_out_errors,
 )
+from benchmarks.published.goldens import GOLDENS, goldens_fitted
 from benchmarks.published.groups import Ranking, rankings, write_plot
 from costmodel.table.rows.model_counts import ModelCounts
 from costmodel.table.rows.named_models import named_model
@@ -305,20 +307,27 @@ def held_out_of(cases: list[Case]) -> dict[str, np.ndarray]:
     return errors
 
 
-def fitted_rates(name: str, cases: list[Case]) -> TrainingRates:
-    """Fit a device's rates to all of its rows, from usual values."""
+def fitted_rates(
+    name: str, cases: list[Case], *, free: Collection[str] = (), beside: Sequence[MeasuredRun] = ()
+) -> TrainingRates:
+    """Fit a device's rates to all of its rows, and to runs `beside` them, from usual values; where
+    some are `free`, those alone, from the device's own, and the others stay as they are.
+    """
     mine = [case for case in cases if case.device == name]
-    priced = PricedRuns(mine)
-    values, told = fit_rates(priced)
-    left = priced.relative_errors(values)
-    sources = sorted({case.source for case in mine})
-    detail = (
-        f"fit to all {len(mine)} published rows of: {', '.join(sources)}; pulled a little to a "
-        "usual value"
-    )
+    others = [run for run in beside if run.profile.name.partition("@")[0] == name]
     previous = device_file(name).shipped.training
-    rates = {"matmul_half_k": previous.rates["matmul_half_k"]}
+    start = {rate: previous.rates[rate].value for rate in RANGES} if free else None
+    priced = PricedRuns([*mine, *others])
+    values, told = fit_rates(priced, start=start, free=free or tuple(RANGES))
+    left = priced.relative_errors(values, chosen=range(len(mine)))
+    sources = sorted({case.source for case in mine})
+    detail = f"fit to all {len(mine)} published rows of: {', '.join(sources)}"
+    detail += f", and {len(others)} runs of Megatron-LM's goldens" if others else ""
+    detail += "; all other rates held" if free else "; pulled a little to a usual value"
+    rates = dict(previous.rates) if free else {"matmul_half_k": previous.rates["matmul_half_k"]}
     for rate, value in values.items():
+        if free and rate not in told:
+            continue
         origin = "fitted" if rate in told else "assumed"
         why = detail if rate in told else "a usual value: no published rows tell it here"
         rates[rate] = Figure(value=float(f"{value:.4g}"), origin=origin, detail=why)
@@ -340,11 +349,19 @@ def accuracy(
     experts: Annotated[bool, "rows of mixtures of experts"] = False,
     held_out: Annotated[bool, "fit without each source and fifth, and predict it"] = False,
     fit: Annotated[str | None, "fit and write this profile's training rates"] = None,
+    free: Annotated[tuple[str, ...], "fit these rates alone, the others held"] = (),
+    beside_goldens: Annotated[bool, "fit to half of Megatron-LM's goldens, too"] = False,
     groups: Annotated[bool, "rank each group of layouts"] = False,
     stalled: Annotated[bool, "list runs held for stalled"] = False,
     fits: Annotated[bool, "whether what is said to fit is what ran"] = False,
     plot: Annotated[Path | None, "write a page of plots"] = None,
 ) -> Result:
+    if unknown := [rate for rate in free if rate not in RANGES]:
+        raise PlannerError(
+            f"{unknown[0]} is no rate that is fitted; use some of {', '.join(RANGES)}"
+        )
+    if (free or beside_goldens) and not fit:
+        raise PlannerError("rates to fit or goldens were given, and no profile; add --fit")
     if experts and (fit or held_out):
         raise PlannerError("nothing is fitted to rows with experts; leave --fit or --held-out out")
     cases, refused = load_cases(rows, experts=experts, every=every)
@@ -356,7 +373,9 @@ def accuracy(
         raise PlannerError(f"no usable row in {rows}: {'; '.join(sorted(refused))}")
     # Nothing is fitted to runs that train adapters alone.
     if fit:
-        return fit_and_write(fit, [case for case in cases if not case.run.lora_rank])
+        told = [case for case in cases if not case.run.lora_rank]
+        beside = goldens_fitted(rows.parent / f"{GOLDENS}.csv") if beside_goldens else []
+        return fit_and_write(fit, told, free=free, beside=beside)
     cases, errors = estimated_errors(cases)
     stops = stalls(cases, errors)
     notes = [f"not used: {count:4}  {reason}" for reason, count in sorted(refused.items())]
@@ -378,10 +397,12 @@ def told_of(case: Case) -> str:
     )
 
 
-def fit_and_write(profile: str, cases: list[Case]) -> Result:
+def fit_and_write(
+    profile: str, cases: list[Case], *, free: Collection[str], beside: Sequence[MeasuredRun]
+) -> Result:
     """Fit a device's rates and write them into its file."""
     name = load_profile(profile).name
-    record = fitted_rates(name, cases)
+    record = fitted_rates(name, cases, free=free, beside=beside)
     device = device_file(name)
     shipped = device.shipped.model_copy(update={"training": record})
     save_device(name, device.model_copy(update={"shipped": shipped}))

@@ -171,6 +171,9 @@ def _adapters(row: dict[str, str]) -> dict[str, str]:
     (FP8_DPA).
     """
     row["dtype"] = "fp8"
+    if "H200-NVL" in row["notes"]:
+        # Its system's name says which of the H200s it has.
+        row["gpu"] = "H200 NVL"
     in_16_bits = row["gpu"].startswith(("H100", "L40S"))
     row["keeps_narrow"] = "weights" if in_16_bits else "weights activations"
     if row["gpu"].startswith("MI300X"):

@@ -14,7 +14,7 @@ A row is lowered to programs once; each set of rates prices these programs again
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -134,18 +134,21 @@ def fit_rates(
     runs: PricedRuns,
     *,
     start: Mapping[str, float] | None = None,
+    free: Collection[str] = tuple(RANGES),
     rounds: int = 10,
     pull: float = PULL,
 ) -> tuple[dict[str, float], tuple[str, ...]]:
     """Return every fitted rate, and the names of those the runs told.
 
-    `start` is where the search begins, else a usual value of each; a rate that no run depends
-    on stays there. `rounds` counts Jacobians; `pull` is PULL, or 0 for runs without error.
+    `start` is where the search begins, else a usual value of each; a rate that no run depends on,
+    or that is not in `free`, stays there. `rounds` counts Jacobians; `pull` is PULL, or 0 for runs
+    without error.
     """
     begin = {name: usual for name, (_, usual, _) in RANGES.items()} | dict(start or {})
+    may_change = [index for index, name in enumerate(RANGES) if name in free]
     x = np.clip(np.log([begin[name] for name in RANGES]), _LOW, _HIGH)
     errors = _log_errors(runs, x)
-    slopes = _slopes(runs, x, errors, range(len(RANGES)))
+    slopes = _slopes(runs, x, errors, may_change)
     told = np.flatnonzero(np.abs(slopes).max(axis=0) * np.log(2) > LEAST_EFFECT)
     for turn in range(rounds):
         if turn:

@@ -193,6 +193,12 @@ def golden_steps(path: Path) -> list[Golden]:
     return found
 
 
+def goldens_fitted(path: Path) -> list[Golden]:
+    """Return the cases that hosts' rates are fitted to: of kinds that are priced whole."""
+    kinds = ("dense", "cp", "experts")
+    return [golden for golden in golden_steps(path) if not golden.is_aside and golden.kind in kinds]
+
+
 def _is_current(line: Mapping[str, str]) -> bool:
     platform, case = line["platform"], line["case"]
     if platform.startswith("dgx_a100") and line["env"] == "dev":

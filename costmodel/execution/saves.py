@@ -22,7 +22,7 @@ activation saves a cast of what it takes.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -54,11 +54,9 @@ NARROW_SUFFIX = " in 8 bits"
 """What a tensor's cast is called behind the tensor's own name."""
 
 
-def saved_instead(
-    local: Program, execution: Execution, again: Collection[str] = ()
-) -> SavedInstead:
+def saved_instead(local: Program, execution: Execution) -> SavedInstead:
     """Return, by op of a bound program, what its backward makes again, each with what is saved for
-    that instead; `again` names ops that recomputation runs again.
+    that instead.
     """
     if execution.prices == "profile":
         return {}
@@ -90,16 +88,10 @@ def saved_instead(
         _weigh_inside(local, found)
     if execution.attention_copies:
         storages = map_storages(local)
-        maker = {name: op.name for op in local.ops for name in op.outputs}
         for op in local.ops:
             if is_attention(op):
-                # It makes nothing again, its own result neither. Copies of what a second run makes
-                # are made in that run.
-                copied = tuple(
-                    name
-                    for name in _parts_of_others(op, storages)
-                    if maker.get(storages.storage[name].root) not in again
-                )
+                # It makes nothing again, its own result neither.
+                copied = _parts_of_others(op, storages)
                 if execution.samples_first and local.tensor[op.outputs[0]].shape_at(1)[0] > 1:
                     copied += op.outputs[:1]
                 found[op.name] = dict.fromkeys(copied, ())

@@ -180,9 +180,9 @@ def saved_tensors(
 def _instead(saved: Saved, instead: Mapping[str, tuple[str, ...]], program: Program) -> Saved:
     # A tensor with nothing to make it again from (an empty tuple) is saved as a copy of its own.
     names = dict.fromkeys(of for name in saved.tensors for of in instead.get(name, (name,)))
-    copies = [program.tensor[name] for name in saved.tensors if instead.get(name) == ()]
-    extra = sum(meta.bytes_at(1) for meta in copies)
-    return Saved(tensors=tuple(names), extra_bytes=saved.extra_bytes + extra)
+    copies = tuple(name for name in saved.tensors if instead.get(name) == ())
+    extra = sum(program.tensor[name].bytes_at(1) for name in copies)
+    return Saved(tensors=tuple(names), extra_bytes=saved.extra_bytes + extra, copies=copies)
 
 
 def _saved_by(op: Op, storages: StorageMap) -> Saved:

@@ -84,6 +84,7 @@ def test_without_a_profile_of_its_own(monkeypatch, tmp_path, gpu, name, says):
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA H100 NVL", None),
         ("NVIDIA H200", "h200-sxm-141gb"),
+        ("NVIDIA H200 NVL", None),
         ("NVIDIA GH200 480GB", None),
         ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
         ("NVIDIA A100-SXM4-40GB", None),

@@ -55,8 +55,12 @@ def kept_storages(saved: SavedTensors, recomputed: Collection[str]) -> Kept:
         if op.name in recomputed:
             saves_later = saves_later or bool(mine.tensors or mine.extra_bytes)
             continue
-        if mine.extra_bytes:
-            extra[op.name] = mine.extra_bytes
+        # Copies of what the second run makes are made in that run.
+        remade = [name for name in mine.copies if maker.get(storage[name].root) in recomputed]
+        saves_later = saves_later or bool(remade)
+        left = mine.extra_bytes - sum(program.tensor[name].bytes_at(1) for name in remade)
+        if left:
+            extra[op.name] = left
         if saves_later:
             kept |= {name: storage[name] for name in op.outputs if name in read_again}
         for name in mine.tensors:

@@ -195,9 +195,10 @@ def _said_parts(cells: Cells, stack: Execution) -> Execution:
     if gradient_bytes is not None:
         # Sums travel as they lie (megatron/core/distributed/param_and_grad_buffer.py).
         stack = replace(stack, gradient_bytes=gradient_bytes, reduced_bytes=gradient_bytes)
-    for column in ("moment_bytes", "master_bytes"):
-        if width := _given_width(cells, column):
-            stack = replace(stack, **{column: width})
+    if moment_bytes := _given_width(cells, "moment_bytes"):
+        stack = replace(stack, moment_bytes=moment_bytes)
+    if master_bytes := _given_width(cells, "master_bytes"):
+        stack = replace(stack, master_bytes=master_bytes)
     on_host = cells.given("layers_on_host", least=0)
     if on_host:
         if (cells.given("pp") or 1) > 1:

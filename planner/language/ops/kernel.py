@@ -65,11 +65,13 @@ class KernelCall:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
     """What one op saves for its backward: tensors by name, and bytes of storages that no tensor
-    of the program has (statistics, masks, private copies).
+    of the program has (statistics, masks, private copies). `copies` names tensors whose private
+    copies are among these bytes.
     """
 
     tensors: tuple[str, ...] = ()
     extra_bytes: int = 0
+    copies: tuple[str, ...] = ()
 
 
 class View(NamedTuple):

@@ -13,6 +13,7 @@ from costmodel.table.rows.row_plan import RowPrices
 from costmodel.table.rows.rows import price_row, run_of
 from costmodel.table.rows.run_row import RowError
 from planner.language.layout.redistribute import REDISTRIBUTE
+from planner.language.plan import Recompute
 from planner.language.templates.splits import tp_layouts
 from profiles import load_profile
 from tests.costmodel.execution.test_executed import GRAPH, LLAMA, plan_of
@@ -109,18 +110,20 @@ DENSE, EXPERTS = 1, 2
 
 
 def kept_of(class_index: int, dtype: str, recompute: str) -> int:
-    """Return what a layer keeps for its backward, where the row recomputes this."""
+    """Return what a layer keeps for its backward, where the row recomputes this; a search's bound
+    counts the same.
+    """
     run, profile, rates = run_of({**LATENT, "dtype": dtype, "recompute": recompute})
     plan, costs = RowPrices().plan(run, profile, rates)
     chosen = {choice.class_index: choice.ops for choice in plan.recomputed}
-    return costs.block_bytes(
-        class_index,
-        1,
-        plan.degrees,
-        plan.layouts_of(class_index, degrees=plan.degrees),
-        recompute="selective" if chosen else "none",
-        recomputed=chosen.get(class_index),
-    ).kept_bytes
+    of_class = class_index, 1, plan.degrees, plan.layouts_of(class_index, degrees=plan.degrees)
+    again = chosen.get(class_index)
+    mode: Recompute = "selective" if chosen else "none"
+    kept = costs.block_bytes(*of_class, recompute=mode, recomputed=again).kept_bytes
+    if chosen:
+        load = costs.block(*of_class, recomputed=again).load
+        assert load.selective_bytes - load.input_bytes == kept
+    return kept
 
 
 @pytest.mark.parametrize("class_index", [DENSE, EXPERTS])
