@@ -111,7 +111,7 @@ class _Block(torch.autograd.Function):
             ctx.pending = ctx.weights = None
         taken += [g.contiguous() for g, has in zip(grads, halves.has_gradient, strict=True) if has]
         needs = ctx.needs_input_grad[2:]
-        fresh: dict[int, Tensor] = {}  # gradients that autograd hands on, by position
+        fresh: list[tuple[int, Tensor]] = []  # (position, gradient) that autograd hands on
         left = list(range(len(halves.products)))
 
         def products_of(indices: Iterable[int], made: Sequence[Tensor | None]) -> list[Pending]:
@@ -131,14 +131,15 @@ class _Block(torch.autograd.Function):
                 # Autograd hands it to FSDP2, to what the weight was made from, or to the hook.
                 of = weight_gradient(None, x, grad, transposed=transposed, scaling=scaling)
                 assert of is not None
-                fresh[position] = fresh[position] + of if position in fresh else of
+                fresh.append((position, of))
             return found
 
         def make_beside(indices: Sequence[int], made: Sequence[Tensor | None]) -> None:
             for index in indices:
                 left.remove(index)
-            for each in products_of(indices, made):
-                each.accumulate()
+            now = products_of(indices, made)
+            while now:  # the last one first, as at the end
+                now.pop().accumulate()
 
         made: list[Tensor | None]
         if block.pieces is not None:
@@ -151,7 +152,7 @@ class _Block(torch.autograd.Function):
         if pending is not None:
             pending += now
             now = []
-        for position, each in fresh.items():
+        for position, each in fresh:
             before = found[position]
             found[position] = each if before is None else before + each
         # Each product gives its factors back as it is made.
