@@ -158,6 +158,13 @@ def source(text: str, folder: Path) -> Any:
     return load_model_file(folder / "model.py")
 
 
+EXITS = """import torch
+class Exits(torch.nn.Linear):
+    def forward(self, x):
+        return exit()
+def model(): return Exits(2, 2)
+def batch(size): return torch.ones(size, 2)
+"""
 FAILS = "import torch\ndef model(): {}\ndef batch(size): raise KeyError(size)\n"
 
 # -------------------------------------------------------------------------------- the other rooms
@@ -257,6 +264,12 @@ REFUSED: dict[str, Callable[..., Any]] = {
     ),
     "model.py: model() failed at ": lambda folder: capture_source(
         source(FAILS.format("return 1 / 0"), folder)
+    ),
+    "raise SystemExit(5)`: SystemExit: 5": lambda folder: capture_source(
+        source(FAILS.format("raise SystemExit(5)"), folder)
+    ),
+    "`return exit()`: torch.export says SystemExit": lambda folder: capture_source(
+        source(EXITS, folder)
     ),
     "model.py: the example batch(2) failed at ": lambda folder: capture_source(
         source(FAILS.format("return torch.nn.Linear(1, 1)"), folder)

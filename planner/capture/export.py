@@ -153,7 +153,7 @@ def rehearse_batch(
                 return rehearsal, None if faked else trace
         except ModelError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if faked:
                 raise CaptureError(explain(error)) from error
             # Plain meta tensors are five times as fast as fake ones, and take fewer ops.
@@ -296,7 +296,7 @@ def export_batch(
             program = torch.export.export(wrapped, args, strict=False)
     except ModelError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CaptureError(explain(error)) from error
     called = {call.function for call in functions.calls}
     for function in rehearsal.functions - called:

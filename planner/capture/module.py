@@ -69,7 +69,7 @@ def capture_source(
         for size in (unit_size * count for count in BATCH_SIZES):
             try:
                 batches.append(source.batch(*((size,) if length is None else (size, length))))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 where = user_line(error)
                 called = f"batch({size})" if length is None else f"batch({size}, {length})"
                 raise ModelError(
@@ -100,7 +100,7 @@ def build_source(source: ModelSource) -> torch.nn.Module:
     """
     try:
         module = build_without_values(source.build)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         where = user_line(error)
         raise ModelError(
             f"{source.path.name}: model() failed{where}: {first_line(error)}"
