@@ -34,15 +34,21 @@ def beside_collectives(
 ) -> Beside:
     """Return what a bound local program hides; `collective_s` are the seconds of redistributions'
     collectives in the backward, `weight_s` those of products' weight gradients, by op.
-
-    On a CPU messages take the cores that compute: nothing is hidden.
     """
     hidden_s = made_s = 0.0
-    on_cpu = profile.cluster.device_type == "cpu"
     for name, products in products_beside(local).items():
         compute_s = sum(weight_s[product] for product in products)
         made_s += compute_s
         alone_s = collective_s.get(name, 0.0)
-        if alone_s and not on_cpu:
-            hidden_s += alone_s - float(beside_seconds(profile, alone_s, compute_s))
+        hidden_s += alone_s - shown_seconds(profile, alone_s, compute_s)
     return Beside(hidden_s, made_s)
+
+
+def shown_seconds(profile: Profile, collectives_s: float, compute_s: float) -> float:
+    """Return what shows of collectives beside so many seconds of compute.
+
+    On a CPU messages take the cores that compute: nothing is hidden.
+    """
+    if profile.cluster.device_type == "cpu":
+        return collectives_s
+    return float(beside_seconds(profile, collectives_s, compute_s))

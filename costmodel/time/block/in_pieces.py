@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from costmodel.time.block.beside import shown_seconds
 from costmodel.time.block.compute import op_seconds, redistribute_seconds
-from costmodel.time.communication import beside_seconds
 from costmodel.topology import Axis
 from planner.language.graph import Program, TensorMeta
 from planner.language.layout.placement import Shard, parse_placement
@@ -41,10 +41,9 @@ class Shown:
 def seconds_in_pieces(
     local: Program, profile: Profile, axes: Mapping[str, Axis], cut: InPieces, pieces: int
 ) -> Shown:
-    """Return the seconds of what of a bound local program runs in so many pieces, on `axes`.
-
-    On a CPU messages take the cores that compute: nothing is hidden.
-    """
+    """Return the seconds of what of a bound local program runs in so many pieces, on `axes`."""
+    if not cut.products:
+        return Shown()
     op_of = {op.name: op for op in local.ops}
     taken = deferrable_products(local)
     moved: dict[str, float] = {}
@@ -70,7 +69,7 @@ def seconds_in_pieces(
         }
         piece_s, _ = redistribute_seconds(moving, part, profile, axes)
         each_s = [op_seconds(op, part, profile)[0] for op, _ in around]
-        moved[moving.name] = piece_s + _shown(
+        moved[moving.name] = piece_s + shown_seconds(
             profile, (pieces - 1) * piece_s, (pieces - 1) * sum(each_s)
         )
         for (op, copied), seconds in zip(around, each_s, strict=True):
@@ -81,12 +80,6 @@ def seconds_in_pieces(
 def _piece(meta: TensorMeta, dim: int, pieces: int) -> TensorMeta:
     shape = meta.shape_at(1)
     return replace(meta, shape=tuple(s // pieces if d == dim else s for d, s in enumerate(shape)))
-
-
-def _shown(profile: Profile, collectives_s: float, compute_s: float) -> float:
-    if profile.cluster.device_type == "cpu":
-        return collectives_s
-    return float(beside_seconds(profile, collectives_s, compute_s))
 
 
 def _copy_seconds(meta: TensorMeta, profile: Profile) -> float:

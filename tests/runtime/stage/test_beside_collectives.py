@@ -40,10 +40,12 @@ def beside(plan: Plan) -> Plan:
     return plan.model_copy(update={"overlap": "input-gradients"})
 
 
-def calls_of_a_backward(plan: Plan, folder: str) -> list[str]:
-    """Train a step and return, in order, starts of collectives, weight products and waits."""
+def calls_of_a_step(plan: Plan, folder: str, owner: type, product: str) -> list[str]:
+    """Train a step and return, in order, starts of collectives, waits, and products: the calls of
+    the method of that name.
+    """
     told: list[str] = []
-    run, accumulate = collectives.run, Pending.accumulate
+    run, multiply = collectives.run, getattr(owner, product)
 
     class Funcol:
         def __getattr__(self, name: str) -> Callable[..., torch.Tensor]:
@@ -55,14 +57,14 @@ def calls_of_a_backward(plan: Plan, folder: str) -> list[str]:
 
             return calling
 
-    def product(self: Pending) -> None:
+    def multiplying(self: Any, *given: Any) -> Any:
         told.append("product")
-        accumulate(self)
+        return multiply(self, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PLANNER_TIMELINE", folder)
         patch.setattr(collectives, "_funcol", Funcol())
-        patch.setattr(Pending, "accumulate", product)
+        patch.setattr(owner, product, multiplying)
         tiny, module = build("small-gpt")
         engine = planner.apply(plan, module)
         engine.step(tiny.batch(plan.global_batch))
@@ -76,7 +78,7 @@ def test_products_are_made_between_the_start_of_a_collective_and_the_wait_for_it
     input's gradient, the attention's beside the next; and so the timeline tells it.
     """
     plan = beside(default_plan(capture("small-gpt"), tp=2, num_microbatches=1))
-    told, _ = run_ranks(calls_of_a_backward, 2, plan, str(tmp_path))
+    told, _ = run_ranks(calls_of_a_step, 2, plan, str(tmp_path), Pending, "accumulate")
     # A group is what happens from the start of a collective to the wait for it.
     groups = " ".join(told).split("start")[1:]
     assert all(group.split()[-1] == "wait" for group in groups)
@@ -95,7 +97,7 @@ def test_products_are_made_between_the_start_of_a_collective_and_the_wait_for_it
 
 def test_without_the_choice_a_collective_is_waited_for_at_once(tmp_path):
     plan = default_plan(capture("small-gpt"), tp=2, num_microbatches=1)
-    told, _ = run_ranks(calls_of_a_backward, 2, plan, str(tmp_path))
+    told, _ = run_ranks(calls_of_a_step, 2, plan, str(tmp_path), Pending, "accumulate")
     assert "product" not in told
     # (Ops of ours that communicate inside start theirs elsewhere, and wait here.)
     assert {told[at + 1] for at, call in enumerate(told) if call == "start"} == {"wait"}

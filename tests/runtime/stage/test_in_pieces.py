@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import planner
 from costmodel.time.block.in_pieces import seconds_in_pieces
 from costmodel.topology import Axis
 from planner.language.graph import Program
@@ -24,7 +23,8 @@ from planner.runtime.process import collectives
 from planner.runtime.stage import in_pieces as running
 from planner.timeline import BESIDE, COLLECTIVE, load_timeline
 from profiles import Group
-from tests.runtime.scenarios import build, capture, check_plans
+from tests.runtime.scenarios import capture, check_plans
+from tests.runtime.stage.test_beside_collectives import calls_of_a_step
 from tests.search.machine import Machine
 from tests.spawn import run_ranks
 
@@ -104,39 +104,9 @@ def test_trains_as_one_process_on_four_ranks():
     check_plans(4, [("small-gpt", split_plan(**choices)) for choices in cases])
 
 
-def calls_of_a_step(plan: Plan, folder: str) -> list[str]:
-    """Train a step; return starts of collectives, products in pieces and waits, in order."""
-    told: list[str] = []
-    times = running.Multiplied.times
-
-    class Funcol:
-        def __getattr__(self, name: str) -> Callable[..., torch.Tensor]:
-            called = getattr(torch.ops._c10d_functional, name)
-
-            def calling(*given: Any) -> torch.Tensor:
-                told.append("wait" if name == "wait_tensor" else "start")
-                return called(*given)
-
-            return calling
-
-    def product(self: Any, x: torch.Tensor) -> torch.Tensor:
-        told.append("product")
-        return times(self, x)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PLANNER_TIMELINE", folder)
-        patch.setattr(collectives, "_funcol", Funcol())
-        patch.setattr(running.Multiplied, "times", product)
-        tiny, module = build("small-gpt")
-        engine = planner.apply(plan, module)
-        engine.step(tiny.batch(plan.global_batch))
-        engine.close()
-    return told
-
-
 def test_a_piece_is_multiplied_while_the_next_is_under_way(tmp_path):
     plan = split_plan(dtype=torch.float32, num_microbatches=1)
-    told, _ = run_ranks(calls_of_a_step, 2, plan, str(tmp_path))
+    told, _ = run_ranks(calls_of_a_step, 2, plan, str(tmp_path), running.Multiplied, "times")
     under_way, beside = 0, 0
     for call in told:
         # (Ops of ours that communicate inside start theirs elsewhere, and wait here.)
