@@ -41,19 +41,19 @@ CASES = {
     ),
     "llama3-8b@8": Case(
         layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256, seq_len=4096,
-        gpus=8, global_batch=64, goal_s=0.5,
+        gpus=8, global_batch=64, goal_s=0.6,
     ),
     "llama3-70b@64": Case(
         layers=80, hidden=8192, ffn=28672, heads=64, kv_heads=8, vocab=128256, seq_len=8192,
-        gpus=64, global_batch=512, goal_s=1.0,
+        gpus=64, global_batch=512, goal_s=2.0,
     ),
     "gpt3-175b@1024": Case(
         layers=96, hidden=12288, ffn=49152, heads=96, kv_heads=0, vocab=51200, seq_len=2048,
-        gpus=1024, global_batch=1536, goal_s=3.0,
+        gpus=1024, global_batch=1536, goal_s=2.0,
     ),
     "llama3-405b@16384": Case(
         layers=126, hidden=16384, ffn=53248, heads=128, kv_heads=8, vocab=128256, seq_len=8192,
-        gpus=16384, global_batch=2048, goal_s=8.0,
+        gpus=16384, global_batch=2048, goal_s=1.0,
     ),
     "1000-layer@512": Case(
         layers=1000, hidden=1024, ffn=4096, heads=16, kv_heads=16, vocab=32000, seq_len=1024,

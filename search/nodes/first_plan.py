@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 
+from costmodel.estimate import rank_bytes
 from planner.deadline import check_time
 from search.branch_and_bound import evaluated_plan
 from search.partition.chain_problem import Cut, InfeasibleStage
@@ -21,8 +22,8 @@ from search.priced_configuration import PricedConfiguration
 from search.search_state import SearchState
 from search.space.configuration import Configuration, Shape
 
-_MOST_STAGES = 2
-"""Of a rank, in a pipeline that is tried."""
+_FEW_STAGES = 2
+"""Of a rank: a pipeline of at most as many is tried of each shape, beside that of the most."""
 _ZERO = 1
 """Stage of ZeRO that is tried, where it may be: states are cut, and gradients exchanged once."""
 _NUM_SIZES = 2
@@ -39,6 +40,10 @@ class _EvenPipeline:
     limit_bytes: float
     """Bytes that a rank may take by the bound, which is below the estimate."""
     infeasible: tuple[InfeasibleStage, ...] = ()
+    suspects: tuple[int, ...] = (0,)
+    """pp ranks that were too large when it was estimated; before that the first, which has the
+    most microbatches in flight.
+    """
 
     @cached_property
     def cut(self) -> Cut | None:
@@ -75,14 +80,21 @@ def take_first_plan(search: SearchState, shapes: Sequence[Shape]) -> None:
         else:
             num_estimates += 1
             plan = priced.plan(cut)
-            estimate = search.candidates.estimate(plan)
-            done = evaluated_plan(priced.configuration, plan, estimate)
-            if search.fits(done):
-                search.take(done)
-                return
-            # As much less by the bound as the estimate is over.
-            over = estimate.peak_bytes - search.memory_limit_bytes
-            push(replace(pipeline, limit_bytes=limit_bytes - over))
+            # Ranks that are too large spare the walks of all others.
+            suspects, limit = pipeline.suspects, search.memory_limit_bytes
+            peak_bytes = max(rank_bytes(plan, search.candidates.costs, suspects))
+            if peak_bytes <= limit:
+                estimate = search.candidates.estimate(plan)
+                done = evaluated_plan(priced.configuration, plan, estimate)
+                if search.fits(done):
+                    search.take(done)
+                    return
+                totals = enumerate(parts.total for parts in estimate.memory)
+                suspects = tuple(rank for rank, total in totals if total > limit)
+                peak_bytes = estimate.peak_bytes
+            # As much less by the bound as the plan takes more than there is.
+            less = limit_bytes - (peak_bytes - limit)
+            push(replace(pipeline, limit_bytes=less, suspects=suspects))
 
 
 def _even_pipelines(search: SearchState, shapes: Sequence[Shape]) -> Iterator[_EvenPipeline]:
@@ -112,9 +124,12 @@ def _smallest(shapes: Sequence[Shape]) -> Iterator[Shape]:
 
 
 def _tried(shape: Shape) -> Iterator[Configuration]:
-    """Yield the configuration with the most stages a rank that are tried, under the usual ZeRO."""
-    few = [option for option in shape.options if option[1] <= _MOST_STAGES]
+    """Yield the configurations with the most stages a rank, and with few, under the usual ZeRO.
+
+    More stages leave less idle and send more messages: either may be the faster.
+    """
+    few = [option for option in shape.options if option[1] <= _FEW_STAGES]
     zeros = [zero for zero in shape.zeros if zero == _ZERO] or shape.zeros[-1:]
-    if few:
-        option = max(few, key=lambda option: option[1])
-        yield from replace(shape, options=(option,), zeros=tuple(zeros)).configurations()
+    most = [max(some, key=lambda option: option[1]) for some in (few, shape.options) if some]
+    options = tuple(dict.fromkeys(most))
+    yield from replace(shape, options=options, zeros=tuple(zeros)).configurations()
