@@ -281,7 +281,7 @@ class Question:
 
             stack = stack_of(execution_of(self.executions[0]))
             own = () if stack is None else tuple(filter(scaling_named, stack.precisions))
-            return ("model", "bf16", *(own[:1] or ("fp8", "mxfp8")))
+            return ("model", "bf16", *(own or ("fp8", "mxfp8")))
         return (parse_precision(self.precision or "model", AUTO),)
 
     def request(self, model: Path, **more: Any) -> SearchRequest:

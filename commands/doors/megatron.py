@@ -17,6 +17,7 @@ from commands.doors.opened import (
     refuse_task,
 )
 from planner.errors import ModelError, PlannerError
+from planner.language.plan.parts import Precision
 
 VOCABULARY_MULTIPLE = 128
 """What Megatron-LM pads a vocabulary to a multiple of (--make-vocab-size-divisible-by), times tp,
@@ -132,6 +133,13 @@ def _trained(path: Path, run: Any, gpus: int | None, stack: str) -> dict[str, An
     return found
 
 
+RECIPES: dict[str, tuple[Precision, str, str]] = {
+    "tensorwise": ("fp8-tensorwise", "hybrid", "e5m2"),
+    "mxfp8": ("mxfp8", "e4m3", "e4m3"),
+}
+"""By recipe in 8 bits: a plan's precision, the format that it has, its dtype of gradients."""
+
+
 def _precision(run: Any) -> tuple[str, str]:
     """Return the precision of plans that is nearest to a script's, and a line where it is not the
     same.
@@ -142,12 +150,14 @@ def _precision(run: Any) -> tuple[str, str]:
         return wide, ""
     given = f"--{name}-format {run.word(f'{name}-format')}"
     recipe = run.word(f"{name}-recipe") if run.has(f"{name}-recipe") else "its usual"
-    if (name, recipe, wide) == ("fp8", "tensorwise", "bf16"):
-        told = f"{given}: gradients of plans are in e5m2" if given.endswith("e4m3") else ""
-        return "fp8-tensorwise", told
+    if (name, wide) == ("fp8", "bf16") and recipe in RECIPES:
+        precision, own, gradients = RECIPES[recipe]
+        told = "" if given.endswith(own) else f"{given}: gradients of plans are in {gradients}"
+        return precision, told
     return wide, (
         f"{given} with {recipe} scales is in no plan: it is searched in {wide}; --precision "
-        "fp8-tensorwise has one scale a tensor, of its own numbers (--fp8-recipe tensorwise)"
+        "fp8-tensorwise has one scale a tensor, of its own numbers (--fp8-recipe tensorwise), "
+        "mxfp8 has one for 32 neighbours (--fp8-recipe mxfp8)"
     )
 
 

@@ -80,6 +80,7 @@ CASTS: Mapping[str, Casts] = {
         rate_part=CUTLASS_PART,
     ),
     "blocks": _BLOCKS,
+    "blocks-kept": replace(_BLOCKS, saves_narrow=True),
     "tiles": replace(_BLOCKS, saves_narrow=True, rate_part=TILES_PART),
 }
 

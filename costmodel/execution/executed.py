@@ -182,8 +182,9 @@ class ExecutedProfile(TrainingProfile):
         if not scaling or NARROW_DTYPE not in self.rates.peak_flop_per_s:
             return self.casts
         # Transformer Engine's where it has the runtime's layers, else torchao's.
-        is_engine = CASTS[self.execution.scaling].saves_narrow
-        return CASTS["current" if is_engine and scaling == "tensorwise" else scaling]
+        if CASTS[self.execution.scaling].saves_narrow:
+            scaling = {"tensorwise": "current", "blocks": "blocks-kept"}.get(scaling, scaling)
+        return CASTS[scaling]
 
     def _reached_part(self, group: Group) -> float:
         """Return what part of its links' rate a group reaches."""

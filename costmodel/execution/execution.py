@@ -31,7 +31,14 @@ RunKind = Literal["dense", "experts", "adapters"]
 """What is trained: all of a dense model, a mixture of experts, adapters of a frozen model."""
 
 Scaling = Literal[
-    "delayed", "current", "tensorwise", "rowwise", "rowwise-forward", "blocks", "tiles"
+    "delayed",
+    "current",
+    "tensorwise",
+    "rowwise",
+    "rowwise-forward",
+    "blocks",
+    "blocks-kept",
+    "tiles",
 ]
 """What the scale of a tensor in 8 bits is of (`costmodel.execution.casts`)."""
 

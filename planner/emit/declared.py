@@ -109,7 +109,8 @@ def _precision(stack: Stack, view: PlanView) -> str:
     if found or not scaling_named(plan.precision):
         return found
     rows = plan.microbatch_size * view.seq_len // plan.cp
-    return why_not_narrow(stack, view.widths_of_layers) or why_not_rows(stack, rows)
+    found = why_not_narrow(stack, view.widths_of_layers, plan.precision)
+    return found or why_not_rows(stack, rows, plan.precision)
 
 
 def _recompute(stack: Stack, view: PlanView) -> str:

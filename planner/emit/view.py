@@ -18,7 +18,7 @@ from planner.language.plan.node_runs import NodeRun, node_runs
 from planner.language.plan.schedule_of import schedule_of
 from planner.language.schedule import Schedule
 from planner.language.stacks.layered import LayeredModel
-from planner.language.stacks.narrow_layers import LayerWidths, widths_of_layers
+from planner.language.stacks.narrow_layers import LayerWidths, tile_of, widths_of_layers
 from planner.language.stacks.stack import CpKind, ExpertsOnTp, Recomputed
 from planner.language.stacks.tensor_parallel import LaidOut
 from planner.language.stacks.transformer_graph import Sizes, sizes_of, usual_dims
@@ -269,7 +269,8 @@ class PlanView:
     @cached_property
     def widths_of_layers(self) -> tuple[LayerWidths, ...]:
         """How each layer multiplies, in 8 bits or in 16."""
-        return widths_of_layers(self.layered("which layers are in 8 bits"))
+        layered = self.layered("which layers are in 8 bits")
+        return widths_of_layers(layered, tile_of(self.plan.precision))
 
     @cached_property
     def sizes(self) -> Sizes | None:

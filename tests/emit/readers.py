@@ -99,8 +99,9 @@ def load_torchtitan(files, tmp_path, monkeypatch):
     module("torchtitan.components")
     module(
         "torchtitan.components.quantization",
-        Float8LinearConverter=_converter("recipe_name", "filter_fqns"),
-        Float8GroupedExpertsConverter=_converter(),
+        Float8LinearConverter=_converter("Float8LinearConverter", "recipe_name", "filter_fqns"),
+        Float8GroupedExpertsConverter=_converter("Float8GroupedExpertsConverter"),
+        MXFP8LinearConverter=_converter("MXFP8LinearConverter", "fqns"),
     )
     module("torchtitan.distributed")
     module("torchtitan.distributed.activation_checkpoint", FullAC=policy)
@@ -115,13 +116,12 @@ def load_torchtitan(files, tmp_path, monkeypatch):
     return space["planned"]()
 
 
-def _converter(*fields: str) -> SimpleNamespace:
+def _converter(name: str, *fields: str) -> SimpleNamespace:
     """A converter that appends what it was given to a model, which is a tuple here."""
 
     def config(**given):
         assert given.keys() == {*fields, "model_compile_enabled"}
         told = tuple(tuple(v) if isinstance(v, list) else v for v in given.values())
-        name = "Float8LinearConverter" if fields else "Float8GroupedExpertsConverter"
         built = SimpleNamespace(convert=lambda model: (*model, (name, *told)))
         return SimpleNamespace(build=lambda: built)
 

@@ -80,11 +80,29 @@ def test_megatron_has_the_recipe_of_a_scale_a_tensor(tmp_path):
     assert "NVTE" not in emit(view_of(), MEGATRON).files["megatron-lm.sh"]
 
 
+def test_megatron_has_the_recipe_of_a_scale_a_block():
+    view = narrow_view("mxfp8", zero_stage=1)
+    assert not why_not(view, MEGATRON)
+    flags = megatron_flags(view)
+    told = {name: flags[name] for name in ("bf16", "fp8-format", "fp8-recipe")}
+    assert told == {"bf16": "", "fp8-format": "e4m3", "fp8-recipe": "mxfp8"}
+    words = " ".join(f"--{name} {value}" for name, value in flags.items())
+    run = Run(flags=parse_flags(words), num_devices=8, model={})
+    assert broken_rules(run) == []
+    assert _precision(run) == ("mxfp8", "")
+    assert "NVTE" not in emit(view, MEGATRON).files["megatron-lm.sh"]
+
+
 def test_other_recipes_of_megatron_are_searched_in_bf16_and_told():
     words = "--bf16 --fp8-format hybrid"
     for more, precision, says in (
         ("", "bf16", "--fp8-format hybrid with its usual scales is in no plan"),
-        ("--fp8-recipe mxfp8", "bf16", "with mxfp8 scales is in no plan: it is searched in bf16"),
+        (
+            "--fp8-recipe blockwise",
+            "bf16",
+            "with blockwise scales is in no plan: it is searched in",
+        ),
+        ("--fp8-recipe mxfp8", "mxfp8", "hybrid: gradients of plans are in e4m3"),
         ("--fp8-recipe tensorwise", "fp8-tensorwise", ""),
     ):
         run = Run(flags=parse_flags(f"{words} {more}"), num_devices=1, model={})
@@ -106,6 +124,24 @@ def test_torchtitans_configuration_converts_what_the_plan_has(tmp_path, monkeypa
     left_out = with_wide_layer(view, 2)
     config = load_torchtitan(emit(left_out, TITAN).files, tmp_path, monkeypatch)
     assert config.model_spec.model[1][2] == ("lm_head", "layers.2.")
+
+
+def test_torchtitan_is_told_the_layers_that_it_converts_to_blocks(tmp_path, monkeypatch):
+    """By parts of their names: it skips none, so broken tiles and routers are refused."""
+    view = with_wide_layer(narrow_view("mxfp8"), 2)
+    assert not why_not(view, TITAN)
+    config = load_torchtitan(emit(view, TITAN).files, tmp_path, monkeypatch)
+    named = ("layers.0.", "layers.1.", "layers.3.")
+    assert config.model_spec.model == ("model", ("MXFP8LinearConverter", named, True))
+    assert "scaled as mxfp8 scales them" in why_not(view, TOML)
+    short = narrow_view("mxfp8", seq_len=1040)
+    assert "in multiples of 32, and a microbatch has 1040 on a rank" in why_not(short, TITAN)
+    graph = build_transformer(replace(SMALL, ffn_hidden=11024))  # 16 * 689
+    broken = narrow_view("mxfp8", graph=with_narrow_products(graph, "mxfp8"))
+    says = "of layer 0 some linear layers are in 16 bits, as their dims are no multiples of 32"
+    assert says in why_not(broken, TITAN)
+    experts = narrow_view("mxfp8", model="mixtral-8x7b", zero_stage=3, tp=1, ep=2)
+    assert "torchtitan would convert routers of experts" in why_not(experts, TITAN)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8-tensorwise"])
@@ -162,11 +198,16 @@ def test_what_a_system_casts_otherwise_is_refused_by_name():
 
 
 @pytest.mark.parametrize(
-    ("execution", "precision"),
-    [("torchtitan-compiled", "fp8"), ("megatron", "fp8-tensorwise")],
+    ("execution", "precision", "device"),
+    [
+        ("torchtitan-compiled", "fp8", "h100-sxm5-80gb"),
+        ("megatron", "fp8-tensorwise", "h100-sxm5-80gb"),
+        ("torchtitan-compiled", "mxfp8", "b200-sxm"),
+        ("megatron", "mxfp8", "b200-sxm"),
+    ],
 )
-def test_a_plan_searched_for_a_system_is_faster_in_8_bits_and_written(execution, precision):
-    profile = load_profile("h100-sxm5-80gb")
+def test_a_plan_searched_for_a_system_is_faster_in_8_bits_and_written(execution, precision, device):
+    profile = load_profile(device)
     request = SearchRequest(
         num_devices=2, global_batch=8, execution=execution, precision="bf16", tp=1, pp=1
     )
@@ -179,7 +220,7 @@ def test_a_plan_searched_for_a_system_is_faster_in_8_bits_and_written(execution,
     assert 0.5 < plan.estimate["step_s"] / wide.estimate["step_s"] < 0.95
     view = PlanView(plan=plan, graph=narrow_graph)
     assert refusals(view, find_emitter(execution.partition("-")[0])) == ()
-    other = "fp8" if precision != "fp8" else "fp8-tensorwise"
+    other = "fp8" if execution == "megatron" else "fp8-tensorwise"
     with pytest.raises(LayoutError, match="has no products in 8-bit floats scaled as"):
         find_plan(narrow_graph, profile, replace(request, precision=other))
 

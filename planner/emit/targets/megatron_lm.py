@@ -5,7 +5,8 @@ ranks share a node. Sources, NVIDIA/Megatron-LM at d98e8a64ddf3 (2026-08-22):
 megatron/training/arguments.py (flags and their rules), megatron/core/transformer/
 pipeline_parallel_layer_layout.py (the language of cuts), transformer_config.py (recompute_modules,
 cp_comm_type, fp8_recipe), pipeline_parallel/schedules.py (1F1B and its interleaved form); and
-NVIDIA/TransformerEngine at d0067d0da6cb (2026-08-22), common/recipe (Float8CurrentScaling).
+NVIDIA/TransformerEngine at d0067d0da6cb (2026-08-22), common/recipe (Float8CurrentScaling,
+MXFP8BlockScaling).
 """
 
 from __future__ import annotations
@@ -56,9 +57,8 @@ def megatron_flags(view: PlanView) -> dict[str, str]:
     elif view.trained_dtype == "float16":
         # In fp16 sums are fp16 where nothing is said; the plan's are fp32.
         flags |= {"fp16": "", "accumulate-allreduce-grads-in-fp32": ""}
-    if scaling_named(plan.precision):
-        # A scale of the tensor at hand, gradients in e5m2.
-        flags |= {"fp8-format": "hybrid", "fp8-recipe": "tensorwise"}
+    if scaling := scaling_named(plan.precision):
+        flags |= RECIPES[scaling]
     flags |= _recompute(view)
     if plan.optimizer_on_host:
         flags |= {
@@ -67,6 +67,15 @@ def megatron_flags(view: PlanView) -> dict[str, str]:
             "use-precision-aware-optimizer": "",
         }
     return flags
+
+
+RECIPES = {
+    # A scale of the tensor at hand, gradients in e5m2.
+    "tensorwise": {"fp8-format": "hybrid", "fp8-recipe": "tensorwise"},
+    # A scale of 32 neighbours, gradients in e4m3, too.
+    "blocks": {"fp8-format": "e4m3", "fp8-recipe": "mxfp8"},
+}
+"""Flags of products in 8 bits, by what has a scale."""
 
 
 def _dispatcher(plan: Plan) -> dict[str, str]:
@@ -180,7 +189,7 @@ WORDS = {
     "schedule": "1F1B, interleaved with vpp",
     "zero": "1: --use-distributed-optimizer; 2, 3: --use-megatron-fsdp",
     "precision": "--bf16, or --fp16 --accumulate-allreduce-grads-in-fp32; fp8-tensorwise: "
-    "--fp8-format hybrid, --fp8-recipe tensorwise",
+    "--fp8-format hybrid, --fp8-recipe tensorwise; mxfp8: --fp8-format e4m3, --fp8-recipe mxfp8",
     "recompute": "--recompute-granularity full (the first layers of each stage: "
     "--recompute-method block), or selective of core_attn",
     "optimizer-on-host": "--optimizer-cpu-offload",
@@ -224,7 +233,7 @@ def _write(view: PlanView) -> Emitted:
             "# (GPUs before Blackwell). Megatron-FSDP refuses it.",
             "export CUDA_DEVICE_MAX_CONNECTIONS=1",
         ]
-    if scaling_named(view.plan.precision):
+    if scaling_named(view.plan.precision) == "tensorwise":
         lines += [
             "# Scales of 8-bit floats are powers of two, as the plan's (Transformer Engine).",
             "export NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES=1",

@@ -8,7 +8,7 @@ is a function that returns a Trainer.Config), torchtitan/distributed/pipeline_pa
 modules, csv), activation_checkpoint.py, fsdp.py; its release v0.2.2 at 73a0e6979dd1,
 torchtitan/config/job_config.py, for configurations in toml; of both
 torchtitan/components/quantization/float8.py and utils.py (what is converted, and what names leave
-out).
+out), of the first also mx.py (what names convert).
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from planner.language.plan.parts import low_dtype, scaling_named
 from planner.language.schedule import Schedule
 from planner.language.schedule.placements import loop_placement
 from planner.language.stacks.known import TORCHTITAN, TORCHTITAN_TOML
-from planner.language.stacks.narrow_layers import experts_are_narrow, wide_layers
+from planner.language.stacks.narrow_layers import (
+    experts_are_narrow,
+    narrow_layers,
+    wide_layers,
+)
 
 CSV_FILE = "schedule.csv"
 
@@ -86,6 +90,8 @@ class Narrow:
     """Of torchao, for linear layers; empty where none is in 8 bits."""
     left_out: tuple[str, ...] = ()
     """Parts of names whose linear layers stay in 16 bits."""
+    converted: tuple[str, ...] = ()
+    """Parts of names whose linear layers are in 8 bits, where these are told."""
     experts: bool = False
     """Whether experts are in 8 bits, too: torchao scales the rows of their factors."""
 
@@ -95,6 +101,9 @@ def narrow_of(view: PlanView, *, head: str) -> Narrow:
     recipe = scaling_named(view.plan.precision)
     if not recipe:
         return Narrow(recipe="")
+    if view.plan.precision in TORCHTITAN.converts_named:
+        named = narrow_layers(view.widths_of_layers)
+        return Narrow(recipe=recipe, converted=tuple(f"layers.{layer}." for layer in named))
     router = ("router.gate",) if view.has_experts else ()
     layers = tuple(f"layers.{layer}." for layer in wide_layers(view.widths_of_layers))
     return Narrow(
@@ -125,7 +134,7 @@ WORDS = {
     "schedule": "pipeline_parallel_schedule_csv, job for job",
     "zero": "0, 2 and 3: fsdp_reshard_after_forward",
     "precision": "dtype, mixed_precision_param; fp8: Float8LinearConverter, of experts "
-    "Float8GroupedExpertsConverter",
+    "Float8GroupedExpertsConverter; mxfp8: MXFP8LinearConverter",
     "recompute": "FullAC",
     "layouts": "its own, enable_sequence_parallel",
 }
@@ -198,12 +207,15 @@ def _write(view: PlanView) -> Emitted:
 
 
 LINEAR, EXPERTS = "Float8LinearConverter", "Float8GroupedExpertsConverter"
+NAMED_LINEAR = "MXFP8LinearConverter"
+"""Of linear layers whose names have one of some parts; it has one recipe, of blocks."""
 
 
 def _converters_import(narrow: Narrow) -> list[str]:
     if not narrow.recipe:
         return []
-    names = f"{EXPERTS}, {LINEAR}" if narrow.experts else LINEAR
+    linear = NAMED_LINEAR if narrow.converted else LINEAR
+    names = f"{EXPERTS}, {linear}" if narrow.experts else linear
     return [f"from torchtitan.components.quantization import {names}"]
 
 
@@ -211,9 +223,11 @@ def _converted(narrow: Narrow) -> list[str]:
     """Return lines that put products in 8 bits into the model's configuration."""
     if not narrow.recipe:
         return []
-    parts = [("recipe_name", narrow.recipe), ("filter_fqns", list(narrow.left_out))]
+    name, parts = LINEAR, [("recipe_name", narrow.recipe), ("filter_fqns", list(narrow.left_out))]
+    if narrow.converted:
+        name, parts = NAMED_LINEAR, [("fqns", list(narrow.converted))]
     lines = ['    compiles = config.compile.enable and "model" in config.compile.components']
-    lines += ["    converters = [", f"        {LINEAR}.Config("]
+    lines += ["    converters = [", f"        {name}.Config("]
     lines += [f"            {name}={value!r}," for name, value in parts]
     lines += ["            model_compile_enabled=compiles,", "        ),"]
     if narrow.experts:

@@ -15,7 +15,12 @@ from planner.language.plan.parts import Precision, Recompute, scaling_named
 from planner.language.schedule.registry import stage_to_pp_rank
 from planner.language.stacks import rules
 from planner.language.stacks.layered import LayeredModel
-from planner.language.stacks.narrow_layers import why_not_narrow, why_not_rows, widths_of_layers
+from planner.language.stacks.narrow_layers import (
+    tile_of,
+    why_not_narrow,
+    why_not_rows,
+    widths_of_layers,
+)
 from planner.language.stacks.stack import Stack, execution_of, stack_of
 from planner.language.stacks.tensor_parallel import LaidOut, UsualTp
 
@@ -188,8 +193,9 @@ class Expressed:
         found = rules.why_no_precision(self.stack, precision, dtype)
         if found or self.model is None or not scaling_named(precision):
             return found
-        rows = why_not_rows(self.stack, self.model.seq_len)
-        return why_not_narrow(self.stack, widths_of_layers(self.model)) or rows
+        rows = why_not_rows(self.stack, self.model.seq_len, precision)
+        widths = widths_of_layers(self.model, tile_of(precision))
+        return why_not_narrow(self.stack, widths, precision) or rows
 
     def why_not_laid_out(self, layouts: tuple[ClassLayout, ...], degrees: Degrees) -> str:
         """Of layouts of the model's block classes on a mesh."""

@@ -12,8 +12,8 @@ MEGATRON_LM = register_stack(
         title="Megatron-LM",
         executions=("megatron-core", "megatron-classic"),
         aliases=("megatron",),
-        # Of its recipes in 8 bits tensorwise has a scale of the factor at hand.
-        precisions=("bf16", "fp16", "fp8-tensorwise"),
+        # Of its recipes in 8 bits tensorwise has a scale of the factor at hand, mxfp8 of blocks.
+        precisions=("bf16", "fp16", "fp8-tensorwise", "mxfp8"),
         degrees=("dp", "tp", "cp", "ep", "etp", "pp", "vpp"),
         zero_stages=(0, 1, 2, 3),
         # Its optimizer on the host is a precision-aware one, which is distributed in any case;
@@ -59,8 +59,9 @@ TORCHTITAN = register_stack(
         tensor_parallel=TensorParallel(experts=("none", "cut")),
         cp_kinds=("gathered",),
         own_dtypes=("bfloat16", "float32"),
-        precisions=("bf16", "fp8"),
+        precisions=("bf16", "fp8", "mxfp8"),
         narrow_layers="chosen",
+        converts_named=("mxfp8",),
         counts_tokens=True,
     )
 )
@@ -72,6 +73,7 @@ TORCHTITAN_TOML = replace(
     aliases=(),
     degrees=(*TORCHTITAN.degrees, "etp"),
     cp_kinds=("gathered", "ring"),
+    # Its converter to mxfp8 goes with no tp where blocks are compiled.
     precisions=("bf16", "fp8", "fp8-tensorwise"),
     # A prototype scales rows of experts, without pp and cp.
     narrow_experts=False,

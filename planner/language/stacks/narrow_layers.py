@@ -9,8 +9,9 @@ from typing import Literal
 from planner.language.graph import Op, Program, TensorMeta
 from planner.language.lowering.narrow_products import in_tiles
 from planner.language.lowering.routed_experts import router_weights
-from planner.language.ops.families.products.narrow import TILE, scaling_of
+from planner.language.ops.families.products.narrow import TILES, scaling_of
 from planner.language.ops.record import family_of
+from planner.language.plan.parts import Precision, scaling_named
 from planner.language.stacks.layered import LayeredModel
 from planner.language.stacks.stack import Stack
 
@@ -29,13 +30,20 @@ class LayerWidths:
     """Of the matrices of its experts."""
 
 
-def widths_of_layers(model: LayeredModel) -> tuple[LayerWidths, ...]:
-    """Return how each layer multiplies. Raises PlanError for a model that is no chain of layers."""
+def tile_of(precision: Precision) -> int:
+    """Return what dims of products in 8 bits are multiples of, of a precision that has them."""
+    return TILES[scaling_named(precision)]
+
+
+def widths_of_layers(model: LayeredModel, tile: int) -> tuple[LayerWidths, ...]:
+    """Return how each layer multiplies, where products in 8 bits are of whole tiles. Raises
+    PlanError for a model that is no chain of layers.
+    """
     found: list[tuple[set[Width], set[Width]]] = [(set(), set()) for _ in range(model.num_layers)]
     for block in model.graph.blocks:
         layer = model.layer_of_block[block.index]
         if layer is not None:
-            linear, experts = _widths(model.graph.classes[block.class_index])
+            linear, experts = _widths(model.graph.classes[block.class_index], tile)
             found[layer][0].update(linear)
             found[layer][1].update(experts)
     return tuple(
@@ -44,7 +52,7 @@ def widths_of_layers(model: LayeredModel) -> tuple[LayerWidths, ...]:
     )
 
 
-def _widths(program: Program) -> tuple[set[Width], set[Width]]:
+def _widths(program: Program, tile: int) -> tuple[set[Width], set[Width]]:
     routers = router_weights(program)
     made_of = {name for name in program.params if program.tensor[name].kind == "param"}
     linear: set[Width] = set()
@@ -56,16 +64,16 @@ def _widths(program: Program) -> tuple[set[Width], set[Width]]:
         elif family.arithmetic == "matmul":
             _, weight = op.inputs[family.first_factor :][:2]
             if family.deals_rows:
-                experts.add(_width(op, program.tensor[weight]))
+                experts.add(_width(op, program.tensor[weight], tile))
             elif weight in made_of - routers:
-                linear.add(_width(op, program.tensor[weight]))
+                linear.add(_width(op, program.tensor[weight], tile))
     return linear, experts
 
 
-def _width(op: Op, weight: TensorMeta) -> Width:
+def _width(op: Op, weight: TensorMeta, tile: int) -> Width:
     if scaling_of(op):
         return "8 bits"
-    return "16 bits" if in_tiles(weight, TILE) else "broken tiles"
+    return "16 bits" if in_tiles(weight, tile) else "broken tiles"
 
 
 def wide_layers(layers: Sequence[LayerWidths]) -> tuple[int, ...]:
@@ -78,10 +86,18 @@ def experts_are_narrow(layers: Sequence[LayerWidths]) -> bool:
     return any("8 bits" in layer.experts for layer in layers)
 
 
-def why_not_narrow(stack: Stack, layers: Sequence[LayerWidths]) -> str:
+def narrow_layers(layers: Sequence[LayerWidths]) -> tuple[int, ...]:
+    """Return the layers that have linear layers in 8 bits."""
+    return tuple(number for number, layer in enumerate(layers) if "8 bits" in layer.linear)
+
+
+def why_not_narrow(stack: Stack, layers: Sequence[LayerWidths], precision: Precision) -> str:
     """Why a stack can't multiply in 8 bits what these layers do, and nothing else; empty where it
     can.
     """
+    is_named = precision in stack.converts_named
+    if is_named and any(layer.experts for layer in layers):
+        return f"{stack.title} would convert routers of experts beside linear layers to {precision}"
     for number, layer in enumerate(layers):
         kinds = (("linear layers", layer.linear), ("experts", layer.experts))
         if stack.narrow_layers == "all":
@@ -89,12 +105,14 @@ def why_not_narrow(stack: Stack, layers: Sequence[LayerWidths]) -> str:
                 if other := widths - {"8 bits"}:
                     return (
                         f"{stack.title} multiplies in 8 bits whatever a layer has, and some "
-                        f"{what} of layer {number} are in 16{_tiles(other)}"
+                        f"{what} of layer {number} are in 16{_tiles(other, precision)}"
                     )
-        elif {"8 bits", "16 bits"} <= layer.linear:
+        elif {"8 bits", "16 bits"} <= layer.linear or (
+            is_named and {"8 bits", "broken tiles"} <= layer.linear
+        ):
             return (
                 f"{stack.title} leaves whole layers in 16 bits, and of layer {number} some linear "
-                "layers are in 16 bits"
+                f"layers are in 16 bits{_tiles(layer.linear, precision)}"
             )
     of_experts = {width for layer in layers for width in layer.experts}
     if "8 bits" in of_experts and not stack.narrow_experts:
@@ -104,15 +122,18 @@ def why_not_narrow(stack: Stack, layers: Sequence[LayerWidths]) -> str:
     return ""
 
 
-def _tiles(widths: frozenset[Width]) -> str:
-    return f", as their dims are no multiples of {TILE}" if "broken tiles" in widths else ""
+def _tiles(widths: frozenset[Width], precision: Precision) -> str:
+    if "broken tiles" not in widths:
+        return ""
+    return f", as their dims are no multiples of {tile_of(precision)}"
 
 
-def why_not_rows(stack: Stack, rows: int) -> str:
+def why_not_rows(stack: Stack, rows: int, precision: Precision) -> str:
     """Why a stack can't multiply so many rows of a microbatch on a rank in 8 bits."""
-    if rows % TILE == 0:
+    tile = tile_of(precision)
+    if rows % tile == 0:
         return ""
     return (
-        f"{stack.title} multiplies rows in 8 bits in multiples of {TILE}, and a microbatch has "
+        f"{stack.title} multiplies rows in 8 bits in multiples of {tile}, and a microbatch has "
         f"{rows} on a rank"
     )

@@ -89,6 +89,9 @@ class Stack:
     scaled as it scales them."""
     narrow_layers: Literal["all", "chosen"] = "all"
     """With products in 8 bits: whether all layers have them, or some may be left out by name."""
+    converts_named: tuple[Precision, ...] = ()
+    """Of those precisions whose layers are chosen: where parts of names say what is in 8 bits, and
+    not what is left out."""
     narrow_experts: bool = True
     """Whether experts may be multiplied in 8 bits, too."""
     counts_tokens: bool = False
