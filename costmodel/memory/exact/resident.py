@@ -223,19 +223,23 @@ class HeldTable(NamedTuple):
 def held_tables(rank: RankState) -> Iterator[HeldTable]:
     """Yield the tables with a gradient of rows of a rank's stages."""
     graph, plan = rank.costs.graph, rank.plan
+    every = rank.costs.once("tables", lambda: tables_of(graph))
+    by_rows = {table.name: table for table in every if graph.tensor[table.name].table}
+    if not by_rows:
+        return
     placed: dict[str, Placements] = {}
     for s in rank.stages:
         for index in plan.stages[s].blocks:
             names = graph.blocks[index].params
-            if any(graph.tensor[name].table for name in names):
+            if not by_rows.keys().isdisjoint(names):
                 _, params, _ = block_placements(graph, plan, index, s)
                 placed |= dict(zip(names, params, strict=True))
     first = min(rank.stages)
     # Gradients of rows are collected over all microbatches of the step.
     samples = plan.stage_microbatch_size(first) * plan.num_microbatches
-    for table in tables_of(graph) if placed else ():
+    for table in by_rows.values():
         meta = graph.tensor[table.name]
-        if table.name in placed and meta.table:
+        if table.name in placed:
             width = table.width // placed[table.name].parts(plan.stage_degrees(first))
             row = width * DTYPE_BYTES[meta.dtype]
             stepped = row * rank.ranks.gradient_factor
