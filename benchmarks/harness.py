@@ -35,7 +35,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from planner.errors import PlannerError
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("published", "searches", "machine")
+ROOMS = ("published", "published/layouts", "published/parts", "searches", "machine", "runtime")
 
 # ---------------------------------------------------------------------------------- benchmarks
 
@@ -114,7 +114,7 @@ def find_benchmark(name: str) -> Benchmark:
     """Import the file of that name; raise PlannerError where it is no benchmark."""
     for room in ROOMS:
         if (Path(__file__).parent / room / f"{name}.py").exists():
-            importlib.import_module(f"benchmarks.{room}.{name}")
+            importlib.import_module(_module(room, name))
     if name not in BENCHMARKS:
         raise PlannerError(f"no benchmark is called {name}; `python -m benchmarks` lists them")
     return BENCHMARKS[name]
@@ -124,8 +124,12 @@ def all_benchmarks() -> list[Benchmark]:
     """Import every file of the rooms, and return the benchmarks, room by room."""
     for room in ROOMS:
         for file in sorted((Path(__file__).parent / room).glob("*.py")):
-            importlib.import_module(f"benchmarks.{room}.{file.stem}")
+            importlib.import_module(_module(room, file.stem))
     return list(BENCHMARKS.values())
+
+
+def _module(room: str, name: str) -> str:
+    return ".".join(("benchmarks", *room.split("/"), name))
 
 
 # ------------------------------------------------------------------------------------- command

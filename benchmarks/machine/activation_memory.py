@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.harness import Result, benchmark
-from benchmarks.machine.layers import LayerChain
+from benchmarks.runtime.layers import LayerChain
 from costmodel import CostCache, estimate
 from planner.capture import capture_module
 from planner.language.graph import ModelGraph

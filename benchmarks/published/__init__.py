@@ -2,6 +2,7 @@
 
 In come tables of `PUBLISHED`, whose SOURCES.md says where each row is from; out come errors and
 rankings by source. Read `accuracy` first (whole runs), then `intervals` (how sure an estimate is);
+`layouts` has plans that others chose beside ours, `parts` their kernels and collectives;
 `fit_rates` and `fit_published` fit what profiles ship, `configured` completes rows from the
 configuration files that were published with them.
 """

@@ -24,8 +24,8 @@ from benchmarks.published.accuracy import (
     report,
     stalls,
 )
-from benchmarks.published.captured_rows import captured_rows
 from benchmarks.published.goldens import goldens
+from benchmarks.published.layouts.captured_rows import captured_rows
 from benchmarks.published.odds import ended_runs, reliability
 
 TITLES = {

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.harness import ROOT
-from benchmarks.machine.families import LIMIT_S, MAPPINGS, Family, names_of, results_in
+from benchmarks.runtime.families import LIMIT_S, MAPPINGS, Family, names_of, results_in
 
 HEAD = """# Model families
 

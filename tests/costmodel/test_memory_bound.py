@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.machine.layers import LayerChain
+from benchmarks.runtime.layers import LayerChain
 from costmodel import CostCache, StageLoad, estimate
 from costmodel.execution import find_execution
 from costmodel.memory.bound import NOTHING, OnHost, RankBound, kept_bytes

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.published import interference, mixed_runs, op_profiles
+from benchmarks.published.layouts import mixed_runs
+from benchmarks.published.parts import interference, op_profiles
 
 HEADER = (
     "gpu,nodes,gpus_per_node,intra_group,inter_group,world,gemm_n,gemm_m,gemm_k,nccl_mb,h2d_mb,"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 import planner
-from benchmarks.machine.delays import BLOCKING, Case, Row, measure_rows
+from benchmarks.runtime.delays import BLOCKING, Case, Row, measure_rows
 from costmodel import CostCache, estimate
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.published.captured_rows import captured_model, price_both
+from benchmarks.published.layouts.captured_rows import captured_model, price_both
 from costmodel.table.rows.rows import run_of
 from planner.language.templates import build_transformer
 from tests.captures import capture_wide

@@ -9,7 +9,7 @@ and a step of examples/gpt.py took 7% (dp=2), 10% (tp=2) and 3% (pp=2) less.
 
 The price is that on a core that computes without a pause it hardly runs at all, and what is sent
 waits for it where it has not yet read that the taker is ready. A rank therefore gives way for a
-moment around each send: steps of benchmarks/machine/pipeline.py in turns with and without took 5%
+moment around each send: steps of benchmarks/runtime/pipeline.py in turns with and without took 5%
 (1F1B) and 9% (interleaved) less on two ranks, 1% (1F1B) on four.
 """
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import Result, benchmark, in_turns, on_ranks
-from benchmarks.machine.layers import LayerChain
+from benchmarks.runtime.layers import LayerChain
 from planner.capture import capture_module
 from planner.language.lowering.defaults import default_plan
 from planner.runtime.checkpoint.folder import checkpoints_in

@@ -37,7 +37,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 from benchmarks.harness import Result, benchmark, note
-from benchmarks.machine.families_models import MAPPINGS, write_model_file
+from benchmarks.runtime.families_models import MAPPINGS, write_model_file
 
 LIMIT_S = 180
 """A command may take so many CPU seconds, of all its processes. On an undisturbed machine its time

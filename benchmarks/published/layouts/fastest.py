@@ -16,7 +16,7 @@ from typing import Annotated
 
 from benchmarks.harness import Result, benchmark, note
 from benchmarks.published import PUBLISHED
-from benchmarks.published.experts import (
+from benchmarks.published.layouts.experts import (
     case_of,
     measured_seconds,
     published_choices,

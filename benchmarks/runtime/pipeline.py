@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.harness import Result, benchmark, in_turns, on_ranks, on_worlds
-from benchmarks.machine.layers import LayerChain
+from benchmarks.runtime.layers import LayerChain
 from planner.runtime.process.environment import TIMELINE_DIR
 from planner.runtime.process.groups.gloo_threads import put_socket_threads_last
 from planner.runtime.step.engine import Engine
