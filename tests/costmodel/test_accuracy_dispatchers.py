@@ -4,7 +4,8 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.published import PUBLISHED, dispatchers
+from benchmarks.published import PUBLISHED
+from benchmarks.published.parts import dispatchers
 
 pytestmark = pytest.mark.skipif(
     not (PUBLISHED / "moe_dispatch.csv").exists(), reason="needs tables of published runs"
