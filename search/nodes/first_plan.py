@@ -9,10 +9,12 @@ It is an answer like any other, found sooner; what is faster is found by the sea
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
+
+import numpy as np
 
 from costmodel.estimate import rank_bytes
 from planner.deadline import check_time
@@ -22,14 +24,14 @@ from search.priced_configuration import PricedConfiguration
 from search.search_state import SearchState
 from search.space.configuration import Configuration, Shape
 
-_FEW_STAGES = 2
-"""Of a rank: a pipeline of at most as many is tried of each shape, beside that of the most."""
 _ZERO = 1
 """Stage of ZeRO that is tried, where it may be: states are cut, and gradients exchanged once."""
 _NUM_SIZES = 2
 """Microbatch sizes of the same degrees that are tried, the smallest first."""
 _MOST_ESTIMATES = 8
 """Plans estimated until one fits."""
+_MOST_WALKS = 32
+"""Plans of which the memory of some ranks is walked until one fits."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,7 +40,7 @@ class _EvenPipeline:
 
     priced: PricedConfiguration
     limit_bytes: float
-    """Bytes that a rank may take by the bound, which is below the estimate."""
+    """Bytes that a rank may take."""
     infeasible: tuple[InfeasibleStage, ...] = ()
     suspects: tuple[int, ...] = (0,)
     """pp ranks that were too large when it was estimated; before that the first, which has the
@@ -49,6 +51,21 @@ class _EvenPipeline:
     def cut(self) -> Cut | None:
         """Its stages with the recomputation that they need; None if nothing fits."""
         return self.priced.even_cut(self.limit_bytes, self.infeasible)
+
+    def without(self, found: tuple[InfeasibleStage, ...]) -> _EvenPipeline:
+        """Return it without more that is too large."""
+        return replace(self, infeasible=(*self.infeasible, *found))
+
+    def freeing(self, over_bytes: Mapping[int, float]) -> _EvenPipeline:
+        """Return it with as much more recomputation as frees what pp ranks are over."""
+        cut, stages = self.cut, self.priced.interleaved
+        assert cut is not None, "what has no cut is not in the queue"
+        over = np.zeros(self.priced.configuration.pp)
+        for rank, num_bytes in over_bytes.items():
+            over[rank] = num_bytes
+        levels = stages.levels.of_cut(cut.choices, cut.until)
+        found = self.without(stages.levels_that_free_less(levels, over))
+        return replace(found, suspects=tuple(over_bytes))
 
 
 def take_first_plan(search: SearchState, shapes: Sequence[Shape]) -> None:
@@ -65,36 +82,39 @@ def take_first_plan(search: SearchState, shapes: Sequence[Shape]) -> None:
         search.progress(0.0, "looking for a first plan")
     for pipeline in _even_pipelines(search, shapes):
         push(pipeline)
-    num_estimates = 0
-    while queue and num_estimates < _MOST_ESTIMATES:
+    num_estimates = num_walks = 0
+    while queue and num_estimates < _MOST_ESTIMATES and num_walks < _MOST_WALKS:
         check_time()
         value, _, is_simulated, pipeline = heapq.heappop(queue)
         if value >= search.to_beat_s:
             return
-        priced, cut, limit_bytes = pipeline.priced, pipeline.cut, pipeline.limit_bytes
+        priced, cut = pipeline.priced, pipeline.cut
         assert cut is not None, "what has no cut is not in the queue"
-        if too_large := priced.infeasible_ranks(cut, limit_bytes):
-            push(replace(pipeline, infeasible=(*pipeline.infeasible, *too_large)))
+        if too_large := priced.infeasible_ranks(cut, pipeline.limit_bytes):
+            push(pipeline.without(too_large))
         elif not is_simulated:
             push(pipeline, priced.quick_step_s(cut))
         else:
-            num_estimates += 1
+            num_walks += 1
             plan = priced.plan(cut)
             # Ranks that are too large spare the walks of all others.
-            suspects, limit = pipeline.suspects, search.memory_limit_bytes
-            peak_bytes = max(rank_bytes(plan, search.candidates.costs, suspects))
-            if peak_bytes <= limit:
+            totals = rank_bytes(plan, search.candidates.costs, pipeline.suspects)
+            over = _over(pipeline.limit_bytes, zip(pipeline.suspects, totals, strict=True))
+            if not over:
+                num_estimates += 1
                 estimate = search.candidates.estimate(plan)
                 done = evaluated_plan(priced.configuration, plan, estimate)
                 if search.fits(done):
                     search.take(done)
                     return
-                totals = enumerate(parts.total for parts in estimate.memory)
-                suspects = tuple(rank for rank, total in totals if total > limit)
-                peak_bytes = estimate.peak_bytes
-            # As much less by the bound as the plan takes more than there is.
-            less = limit_bytes - (peak_bytes - limit)
-            push(replace(pipeline, limit_bytes=less, suspects=suspects))
+                totals = tuple(int(parts.total) for parts in estimate.memory)
+                over = _over(pipeline.limit_bytes, enumerate(totals))
+            push(pipeline.freeing(over))
+
+
+def _over(limit_bytes: float, totals: Iterable[tuple[int, int]]) -> dict[int, float]:
+    """Return by how many bytes pp ranks are over a limit, those that are."""
+    return {rank: total - limit_bytes for rank, total in totals if total > limit_bytes}
 
 
 def _even_pipelines(search: SearchState, shapes: Sequence[Shape]) -> Iterator[_EvenPipeline]:
@@ -124,12 +144,15 @@ def _smallest(shapes: Sequence[Shape]) -> Iterator[Shape]:
 
 
 def _tried(shape: Shape) -> Iterator[Configuration]:
-    """Yield the configurations with the most stages a rank, and with few, under the usual ZeRO.
+    """Yield the configurations with one stage a rank and with the most, under the usual ZeRO.
 
-    More stages leave less idle and send more messages: either may be the faster.
+    More stages leave ranks less idle, send more messages and have more microbatches in flight.
     """
-    few = [option for option in shape.options if option[1] <= _FEW_STAGES]
     zeros = [zero for zero in shape.zeros if zero == _ZERO] or shape.zeros[-1:]
-    most = [max(some, key=lambda option: option[1]) for some in (few, shape.options) if some]
-    options = tuple(dict.fromkeys(most))
+    ends = {min(shape.options, key=_stages), max(shape.options, key=_stages)}
+    options = tuple(option for option in shape.options if option in ends)
     yield from replace(shape, options=options, zeros=tuple(zeros)).configurations()
+
+
+def _stages(option: tuple[str, int]) -> int:
+    return option[1]

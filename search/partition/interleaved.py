@@ -301,12 +301,28 @@ class InterleavedStages:
             # Microbatches alive in the job table may be on
             # the host: they prove nothing of the device.
             return ()
-        of_ranks, live = self.levels, live_microbatches(self.configuration.pipeline)
-        needed = self._bare_ranks.with_saved(live.most_held(of_ranks.kept, self._gradient_bytes))
-        least = of_ranks.lowest(needed <= memory_limit_bytes, levels)
+        least = self.levels.lowest(self._needed <= memory_limit_bytes, levels)
         return tuple(
             self.too_low(int(rank), int(least[rank]) - 1) for rank in np.flatnonzero(least > levels)
         )
+
+    def levels_that_free_less(
+        self, levels: NDArray[np.intp], over_bytes: Floats
+    ) -> tuple[InfeasibleStage, ...]:
+        """Return, for each rank that is over its memory by so many bytes, the highest level that
+        frees less than these by what its job table has in flight: no proof that it does not fit.
+        """
+        ranks = np.flatnonzero(over_bytes > 0)
+        freed = self._needed[levels, np.arange(self.cut.pp)] - self._needed
+        least = self.levels.lowest(freed >= over_bytes, levels + (over_bytes > 0))
+        return tuple(self.too_low(int(rank), int(least[rank]) - 1) for rank in ranks)
+
+    @cached_property
+    def _needed(self) -> Floats:
+        """Bytes of each rank at each level with what its job table has in flight (level, rank)."""
+        live = live_microbatches(self.configuration.pipeline)
+        held = live.most_held(self.levels.kept, self._gradient_bytes)
+        return self._bare_ranks.with_saved(held)
 
     def too_low(self, rank: int, level: int) -> InfeasibleStage:
         """Return that a rank does not fit at a level, nor below."""
