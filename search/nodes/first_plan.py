@@ -144,15 +144,12 @@ def _smallest(shapes: Sequence[Shape]) -> Iterator[Shape]:
 
 
 def _tried(shape: Shape) -> Iterator[Configuration]:
-    """Yield the configurations with one stage a rank and with the most, under the usual ZeRO.
+    """Yield the configurations with one stage a rank, two and the most, under the usual ZeRO.
 
     More stages leave ranks less idle, send more messages and have more microbatches in flight.
     """
     zeros = [zero for zero in shape.zeros if zero == _ZERO] or shape.zeros[-1:]
-    ends = {min(shape.options, key=_stages), max(shape.options, key=_stages)}
-    options = tuple(option for option in shape.options if option in ends)
+    by_stages = {option[1]: option for option in reversed(shape.options)}
+    tried = {by_stages[vpp] for vpp in (1, 2, max(by_stages)) if vpp in by_stages}
+    options = tuple(option for option in shape.options if option in tried)
     yield from replace(shape, options=options, zeros=tuple(zeros)).configurations()
-
-
-def _stages(option: tuple[str, int]) -> int:
-    return option[1]
