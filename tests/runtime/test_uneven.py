@@ -276,10 +276,10 @@ def test_tokens_are_counted_as_the_loss_counts_them():
     assert count_tokens("1", ignore_index=0)((None, labels)) == 5
 
 
-def step_of_another_size(plan: Plan) -> str:
+def step_of_another_size(plan: Plan, size: int = 3) -> str:
     engine = planner.apply(plan, PlainGPT())
     try:
-        engine.step(gpt_batch(3))
+        engine.step(gpt_batch(size))
     except LayoutError as error:
         return str(error)
     return ""
@@ -292,6 +292,17 @@ def test_a_layout_that_cuts_samples_refuses_what_does_not_divide():
     assert said[0] == said[1]
     assert said[0].startswith("a microbatch of 3 instead of 4 samples a rank can't be run")
     assert said[0].endswith("give batches of 4")
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 2, "num_microbatches": 1}, {"pp": 2, "num_microbatches": 2}]
+)
+def test_a_rank_that_could_run_its_part_refuses_what_another_cannot(sizes):
+    """Of 7 samples a replica, or a microbatch, has 4 and another 3: no rank begins."""
+    plan = default_plan(capture("gpt"), tp=2, microbatch_size=4, **sizes)
+    said = run_ranks(step_of_another_size, 4, plan, 7)
+    assert len(set(said)) == 1
+    assert said[0].startswith("a microbatch of 3 instead of 4 samples a rank can't be run")
 
 
 class Options(nn.Module):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ from planner.errors import LayoutError
 from planner.language.across.cut.gathers import BATCH
 from planner.language.across.cut.whole_batch import graph_under
 from planner.language.graph import ModelGraph, Program
+from planner.language.graph.batch_split import BatchSplit
+from planner.language.layout.axes import Degrees
 from planner.language.lowering.lowering import local_program
 from planner.language.lowering.narrow_products import gathered_narrow
 from planner.language.ops.recompute_choice import ops_made_again
@@ -84,6 +87,7 @@ class Programs:
         self._of_class: dict[int, Callable[[int], Run]] = {}
         self._runs: dict[Variant, Run] = {}
         self._narrow: dict[int, frozenset[str]] = {}
+        self._met: set[tuple[int, tuple[tuple[int, ...], ...]]] = set()
         self._has_told = False
         self._compiled: dict[tuple[int, int, bool], CompiledBlock] = {}
         # Ops on the whole batch are made for each way in which replicas share it.
@@ -173,6 +177,28 @@ class Programs:
 
         return run
 
+    def check_sizes(self, split: BatchSplit) -> None:
+        """Raise LayoutError where a block of the model can't run on a microbatch of a batch.
+
+        Of all stages and replicas, so on every rank alike and ahead of the step: a rank that found
+        out in its own job would leave the others waiting.
+        """
+        if (self.bucket, split.sizes) in self._met:
+            return
+        plan, graph = self._plan, self._graphs[self.bucket]
+        lowered: set[tuple] = set()
+        for index, stage in enumerate(plan.stages):
+            degrees = plan.stage_degrees(index)
+            count = degrees.along("batch")
+            sizes = _sizes(split, count) - _sizes(plan.split, count)  # (the plan's are made ahead)
+            of_classes = {graph.blocks[block].class_index for block in stage.blocks}
+            for class_index, size in product(sorted(of_classes), sorted(sizes)):
+                if (class_index, degrees, size) not in lowered:
+                    lowered.add((class_index, degrees, size))
+                    variant = Variant(class_index, self.bucket, size, self._parts(self.bucket))
+                    self._lowered(variant, degrees)
+        self._met.add((self.bucket, split.sizes))
+
     def gathered_narrow(self, class_index: int) -> frozenset[str]:
         """Return the parameters of a class's program that ZeRO gathers in 8 bits."""
         if class_index not in self._narrow:
@@ -228,7 +254,9 @@ class Programs:
         whole = self._graphs[variant.bucket].classes[variant.class_index]
         return ops_made_again(whole, program, self._chosen.get(variant.class_index))
 
-    def _lowered(self, variant: Variant) -> Program:
+    def _lowered(self, variant: Variant, degrees: Degrees | None = None) -> Program:
+        """Return the program of a variant on this rank, or on the meshes of these sizes."""
+        degrees = degrees or self._mesh.degrees
         class_index, bucket, num_samples, parts, watched = variant
         graph = self._graphs[bucket]
         if parts:
@@ -238,20 +266,26 @@ class Programs:
                 graph,
                 self._plan,
                 class_index,
-                degrees=self._mesh.degrees,
+                degrees=degrees,
                 microbatch_size=num_samples,
                 watched=watched,
                 planned=self._planned[bucket] if parts else None,
             )
         except LayoutError as error:
-            if num_samples == self._full_size:
+            full_size = self._plan.microbatch_units // degrees.along("batch")
+            if num_samples == full_size:
                 raise
             unit = self._plan.unit.size
             remedy = f"give batches of {self._plan.global_batch}"
             if num_samples == self._own_size:
-                remedy = f"give replicas shares whose sizes divide as {self._full_size * unit} does"
+                remedy = f"give replicas shares whose sizes divide as {full_size * unit} does"
             raise LayoutError(
-                f"a microbatch of {num_samples * unit} instead of {self._full_size * unit} samples "
-                "a rank "
-                f"can't be run as planned ({error}); {remedy}"
+                f"a microbatch of {num_samples * unit} instead of {full_size * unit} samples a "
+                f"rank can't be run as planned ({error}); {remedy}"
             ) from error
+
+
+def _sizes(split: BatchSplit, count: int) -> set[int]:
+    """Return how many samples microbatches have in each of `count` parts."""
+    places = product(range(split.num_microbatches), range(count))
+    return {len(split.part(index, count, part)) for index, part in places}

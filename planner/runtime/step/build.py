@@ -14,6 +14,7 @@ from planner.errors import PlanError
 from planner.language.across.cut.moved_once import moved_once
 from planner.language.across.cut.whole_batch import graph_under
 from planner.language.graph import ModelGraph, TensorMeta
+from planner.language.graph.batch_split import BatchSplit
 from planner.language.graph.tables import with_table_lookups
 from planner.language.lowering.wiring import Edge, param_placements, stage_params
 from planner.language.ops.record import is_random
@@ -70,10 +71,13 @@ class BlockPrograms:
         self._made.append(made)
         return made
 
-    def take_shape(self, bucket: int, parts: tuple[int, ...]) -> None:
-        """Run for batches of a shape of the plan, of which replicas have so many samples each."""
+    def take_shape(self, bucket: int, split: BatchSplit, parts: tuple[int, ...]) -> None:
+        """Run for batches of a shape of the plan that are split so, of which replicas have so many
+        samples each. Raises LayoutError, on all ranks, where a block can't run on a microbatch.
+        """
         for programs in self._made:
             programs.bucket, programs.parts = bucket, parts
+            programs.check_sizes(split)
 
 
 def zero_stage_of(plan: Plan, schedule: Schedule, mesh: Mesh) -> int:

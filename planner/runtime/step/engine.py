@@ -602,7 +602,7 @@ class Engine:
             zero.quiet_views()
         count = self.num_replicas
         parts = tuple(len(feed.split.part(0, count, part)) for part in range(count))
-        self._lowered.take_shape(feed.bucket, parts)
+        self._lowered.take_shape(feed.bucket, feed.split, parts)
         # (Another engine of the script may have run since.)
         collectives.record(self._record_collective)
         return feed
