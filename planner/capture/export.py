@@ -174,12 +174,7 @@ def trace_batch(
     """
     wrapped = _LossModule(module, tree, tuple(tensors), loss, opaque)
     try:
-        with (
-            _as_captured(),
-            saved_tensors_untouched(),
-            _compiling_state_context(),
-            opaque.as_ops(),
-        ):
+        with _without_export(), opaque.as_ops():
             return trace_forward(module, wrapped, _empty(tensors), wrapped.made, paths)
     except Exception:  # of a module with layers left out, or that takes fake tensors alone
         return None
@@ -208,13 +203,7 @@ def trace_calls(
     states, draws, seeds = [state_of(module)], draws_so_far(), Seeds()
     trace: Trace | None = None
     try:
-        with (
-            _as_captured(),
-            saved_tensors_untouched(),
-            _compiling_state_context(),
-            no_functions(),
-            seeds.noted(),
-        ):
+        with _without_export(), no_functions(), seeds.noted():
             for _ in range(2):
                 trace, inputs = Trace(earlier=trace), _empty(tensors)
                 wrapped.noting(calls_noted(trace, module, inputs, wrapped.made, known, origin))
@@ -242,7 +231,7 @@ def trace_calls(
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
     """Inside, a module whose tensors are on the meta device runs as it does while captured."""
-    with _as_captured(), saved_tensors_untouched(), _compiling_state_context(), OnMeta():
+    with _without_export(), OnMeta():
         yield
 
 
@@ -255,12 +244,7 @@ def run_on_meta(
 ) -> None:
     """Run one forward of a module on meta tensors, as it is captured. The module is spent."""
     wrapped = _LossModule(module, tree, tuple(tensors), loss, opaque)
-    with (
-        _as_captured(),
-        saved_tensors_untouched(),
-        _compiling_state_context(),
-        opaque.as_ops(),
-    ):
+    with _without_export(), opaque.as_ops():
         wrapped(*tensors.values())
 
 
@@ -328,6 +312,15 @@ def _as_captured() -> Iterator[None]:
         same_parts(),
         flex_written_out(),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _without_export() -> Iterator[None]:
+    """Let a forward run as it is captured where nothing exports it: as a module that is compiled
+    does.
+    """
+    with _as_captured(), saved_tensors_untouched(), _compiling_state_context():
         yield
 
 
