@@ -103,6 +103,8 @@ class Execution:
     deterministic: bool
     """Runs are asked to give the same numbers each time, for which these workspaces are as large on
     all devices (CUBLAS_WORKSPACE_CONFIG=:4096:8)."""
+    fuses_exact: bool
+    """Runs that are asked to do so have fused attention on all devices; else on Hopper's alone."""
     expert_imbalance: float
     """How unevenly ranks that share a layer's experts receive rows: standard deviation of the
     logarithm of a rank's rows, from layer to layer (`costmodel.execution.dispatch.imbalance`); 0

@@ -25,6 +25,9 @@ OLDER_DEVICES = ("V100", "A100", "A800", "P100", "T4", "MI2")
 BLACKWELL = re.compile(r"\bG?B[123]00")
 """Names of devices of that generation."""
 
+HOPPER = re.compile(r"\b(H[128]00|H20|GH200)")
+"""Names of devices of the generation before."""
+
 CUT_STREAMS = 3
 """Streams of products that are cut to run beside their collectives, each with a workspace
 (Transformer Engine, pytorch/module/base.py: initialize_ub, _NUM_MAX_UB_STREAMS)."""
@@ -175,6 +178,8 @@ def _said_parts(cells: Cells, stack: Execution) -> Execution:
         stack = replace(stack, dropout=bool(dropout))
     if cells.given("deterministic", least=0):
         stack = replace(stack, deterministic=True)
+        if not stack.fuses_exact and not HOPPER.search(cells.text("gpu").upper()):
+            stack = replace(stack, flash_attention=False)
     if attention and stack.attention_copies:
         takes_flash = attention == "flash" or _takes_flash(cells, stack)
         stack = replace(stack, samples_first=takes_flash)
