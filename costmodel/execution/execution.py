@@ -145,7 +145,7 @@ class Execution:
     them."""
     gradient_bytes: int
     """Memory of an accumulated gradient's element."""
-    moment_bytes: int
+    moment_bytes: tuple[int, int]
     """Memory of an element of each of the optimizer's two moments, of 16-bit weights."""
     master_bytes: int
     """Memory of an element of the optimizer's copy of 16-bit weights; 2 where that is only what the
@@ -231,9 +231,12 @@ class Execution:
         is_cast = low_dtype(precision)
         return self.bucket_bytes // BF16_BYTES if is_cast else int(self.bucket_bytes > 0)
 
-    def moment_factor(self, precision: Precision) -> int:
-        """Return the bytes of an optimizer's moment over those of its parameter."""
-        return self.moment_bytes // BF16_BYTES if low_dtype(precision) else 1
+    def moments_factor(self, precision: Precision) -> float:
+        """Return the bytes of the optimizer's moments over those of their parameter."""
+        if not low_dtype(precision):
+            return len(self.moment_bytes)
+        whole, left = divmod(sum(self.moment_bytes), BF16_BYTES)
+        return whole + left / BF16_BYTES if left else whole
 
     def master_factor(self, precision: Precision) -> int:
         """Return the bytes of the optimizer's copy of a parameter over those of the parameter."""
@@ -243,6 +246,9 @@ class Execution:
         """Return the bytes of a gradient's sum over those of its parameter."""
         return self.gradient_bytes // BF16_BYTES if low_dtype(precision) else 1
 
+
+_LISTS = ("overlaps", "dispatchers", "keeps_narrow", "moment_bytes")
+"""Constants that are lists in files."""
 
 _FIELDS = tuple(field.name for field in fields(Execution))
 
@@ -259,7 +265,7 @@ def find_execution(name: str) -> Execution:
     """
     name = execution_of(name)
     values = {key: entry["value"] for key, entry in _entries(name).items()}
-    lists = {key: tuple(values[key]) for key in ("overlaps", "dispatchers", "keeps_narrow")}
+    lists = {key: tuple(values[key]) for key in _LISTS}
     return Execution(name=name, **values | lists)
 
 

@@ -200,7 +200,7 @@ def _said_parts(cells: Cells, stack: Execution) -> Execution:
     if gradient_bytes is not None:
         # Sums travel as they lie (megatron/core/distributed/param_and_grad_buffer.py).
         stack = replace(stack, gradient_bytes=gradient_bytes, reduced_bytes=gradient_bytes)
-    if moment_bytes := _given_width(cells, "moment_bytes"):
+    if moment_bytes := _moment_widths(cells):
         stack = replace(stack, moment_bytes=moment_bytes)
     if master_bytes := _given_width(cells, "master_bytes"):
         stack = replace(stack, master_bytes=master_bytes)
@@ -232,6 +232,20 @@ def _given_width(cells: Cells, column: str) -> int | None:
     if width not in (None, 2, 4):
         raise RowError(f"{column}={width} is not priced; use 2 or 4")
     return width
+
+
+def _moment_widths(cells: Cells) -> tuple[int, int] | None:
+    """Return the bytes of an element of each moment: both as wide as one that is given alone."""
+    text = cells.text("moment_bytes")
+    if not text:
+        return None
+    widths = [real(word) for word in text.split()]
+    if len(widths) > 2 or not set(widths) <= {1, 2, 4}:
+        raise RowError(
+            f"moment_bytes={text} is not priced; use 1, 2 or 4, or two of them as in 2 4"
+        )
+    first, second = (int(width or 0) for width in (widths[0], widths[-1]))
+    return first, second
 
 
 def _takes_flash(cells: Cells, stack: Execution) -> bool:
