@@ -75,6 +75,9 @@ class Execution:
     """Ops that it issues besides for a layer's router, and to put rows in their experts' order."""
     expert_kernels: int
     """Ops that it issues besides for each expert that a rank has."""
+    region_kernels: int
+    """Ops that it issues besides for each region of a layer's forward that runs again, twice as
+    many in the backward."""
     ring_kernels: int
     """Ops that it issues besides for each round of attention on a ring: of a round's kernel, its
     messages, and what puts its result together with the others'."""
