@@ -24,6 +24,7 @@ from costmodel.execution.executed_comm import exposed_comm
 from costmodel.execution.executed_kernels import (
     LOSSES,
     UNFUSED_SOFTMAX,
+    adds_last,
     forked_bytes,
     is_attention,
     is_product,
@@ -257,7 +258,9 @@ def _host_ops(
     if any(is_product(op) for op in local.ops):
         grouped = grouped_products(local)
         experts = local.tensor[grouped[0].inputs[1]].shape_at(1)[0] if grouped else 0
-        routed = execution.router_kernels + execution.expert_kernels * experts if grouped else 0
+        biased = any(adds_last(op, local) for op in local.ops)
+        each = execution.expert_kernels + biased * execution.bias_kernels
+        routed = execution.router_kernels + each * experts if grouped else 0
         modules = sum(multiplies_weights(ops[0], local) for ops in kernel_ops)
         modules += sum(packet_of(op.target) in NORMS for op in local.ops)
         more = max(0, modules - (PLAIN_MODULES - bool(grouped)))

@@ -75,6 +75,9 @@ class Execution:
     """Ops that it issues besides for a layer's router, and to put rows in their experts' order."""
     expert_kernels: int
     """Ops that it issues besides for each expert that a rank has."""
+    bias_kernels: int
+    """Ops that it issues besides for each expert that a rank has, where biases are added to rows
+    behind their last product."""
     region_kernels: int
     """Ops that it issues besides for each region of a layer's forward that runs again, twice as
     many in the backward."""
@@ -171,6 +174,9 @@ class Execution:
     """Bytes of a gradient on the wire."""
     optimizer_pass_bytes: float
     """Bytes that an optimizer step moves for each parameter."""
+    bias_pass_bytes: tuple[float, float]
+    """Bytes that biases move for each element of experts' rows to which they are added behind the
+    last product, forward and backward; 0 where it is one kernel, in the rows' dtype."""
     loss_pass_bytes: float
     """Bytes that the loss moves for each logit, forward and backward together."""
     overlaps: tuple[Overlapped, ...]
@@ -250,7 +256,7 @@ class Execution:
         return self.gradient_bytes // BF16_BYTES if low_dtype(precision) else 1
 
 
-_LISTS = ("overlaps", "dispatchers", "keeps_narrow", "moment_bytes")
+_LISTS = ("overlaps", "dispatchers", "keeps_narrow", "moment_bytes", "bias_pass_bytes")
 """Constants that are lists in files."""
 
 _FIELDS = tuple(field.name for field in fields(Execution))

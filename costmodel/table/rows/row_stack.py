@@ -274,6 +274,7 @@ def _graphed(stack: Execution, parts: str) -> Execution:
             ring_kernels=0,
             router_kernels=0,
             expert_kernels=0,
+            bias_kernels=0,
         )
     if "attention" in parts:
         left = min(stack.forward_kernels, LEFT_OF_ATTENTION)

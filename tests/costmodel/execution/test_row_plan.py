@@ -383,3 +383,24 @@ def test_what_runs_again_is_issued_again() -> None:
     # A wide layer's device is busy for longer than its host: the norms' bytes, and little more.
     moved_s = 2 * 3 * 4096 * 4 * 8192 * 2 / 2e12
     assert longer_s(hidden="8192", heads="64", seq_len="4096") < moved_s + least / 2
+
+
+def test_biases_of_experts_are_passes_of_their_own() -> None:
+    """Megatron-LM adds them expert by expert, in fp32: 68 bytes an element behind the last product,
+    and two ops of the host for each of 8 experts.
+    """
+    row = {"gpu": "B200", "stack": "megatron-core", "model": "gpt-oss-120b", "layers": "4",
+           "gpus": "16", "ep": "16", "dp": "16", "micro_batch": "4", "global_batch": "128",
+           "seq_len": "4096", "recompute": "none", "notes": "force-balanced"}  # fmt: skip
+
+    def step_s(**cells: str) -> float:
+        return price_row({**row, **cells}).estimate.step_s
+
+    elements = 4 * 4096 * 4 * 2880
+    moved_s = 68 * elements / (8e12 * 0.8)
+    longer_s = (step_s() - step_s(bias="0")) / (4 * 2)
+    assert moved_s < longer_s < 2 * moved_s
+    # One kernel, in 16 bits, where a runtime has one.
+    assert step_s(stack="torchtitan") - step_s(stack="torchtitan", bias="0") < longer_s * 8 * 0.7
+    # Ranks that share each expert's matrices add a bias once.
+    assert step_s(tp="2", dp="8", ep="8", etp="2", bias="1") > 0
