@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -51,6 +51,19 @@ DEVICES = {"a100": "A100", "h100": "H100", "gb200": "GB200"}
 USUAL_DEVICE = "A100"
 """Of those whose platform the table leaves out: 89 of 94 are of files named ``..dgxa100_dracooci``
 or ``lts.json``, which A100 ran."""
+
+NEWER_H100 = frozenset(
+    {
+        "gpt3_mcore_te_tp2_pp2_ep4_etp1_memory_speed",
+        "gpt3_mcore_te_tp4_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather",
+        "gpt3_moe_mcore_te_tp4_ep2_etp2_pp2_resume_torch_dist_dist_optimizer",
+    }
+)
+"""Cases whose first line without a platform is of a file ``dev_dgxh100_dgxc``, which H100 ran."""
+
+LONG_TERM_THEN = "megatron-core-te1"
+"""What ran the files ``lts_dgxa100_dracooci`` and ``-ord``, and those of the long-term software not
+recorded since: its container until November 2025 (NGC 24.01; docker/.ngc_version.lts)."""
 
 SCRIPTS = {
     "bert": "pretrain_bert.py",
@@ -149,22 +162,45 @@ def golden_rows(path: Path) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
     """Yield each line of the table whose flags are priced and whose number of devices is known,
     and the row that its flags make.
     """
+    before: list[dict[str, str]] = []
     for line in records_of(path):
+        before = [*(before if before and before[0]["case"] == line["case"] else ()), line]
         if not line["nodes"]:
             continue
         gpus = int(float(line["nodes"])) * int(float(line["gpus_per_node"]))
         script = SCRIPTS.get(line["model"], "pretrain_gpt.py")
         flags = parse_flags(f"{script} {line['flags']}")
         run = Run(flags=flags, num_devices=gpus, model={})
-        platform = line["platform"]
-        gpu = next((name for word, name in DEVICES.items() if word in platform), USUAL_DEVICE)
         try:
             if broken_rules(run) or refusals(run):
                 continue
-            row = {name: str(value) for name, value in row_of(run, {}, "", gpu).items()}
+            row = {name: str(value) for name, value in row_of(run, {}, "", _gpu(before)).items()}
         except PlannerError:
             continue
+        if row["stack"] == "megatron-core" and _is_long_term_then(before):
+            row["stack"] = LONG_TERM_THEN
         yield line, row
+
+
+def _gpu(before: Sequence[Mapping[str, str]]) -> str:
+    """Return the device that ran the last of a case's lines so far."""
+    platform = before[-1]["platform"]
+    if named := next((name for word, name in DEVICES.items() if word in platform), ""):
+        return named
+    is_first = sum(not line["platform"] for line in before) == 1
+    return "H100" if is_first and before[-1]["case"] in NEWER_H100 else USUAL_DEVICE
+
+
+def _is_long_term_then(before: Sequence[Mapping[str, str]]) -> bool:
+    """Whether the last of a case's lines so far is of the long-term software before November 2025.
+
+    Lines of a case are in the order of its files' names, so that those without a platform behind
+    ``lts_dgx_a100`` are of ``lts_dgxa100_*``.
+    """
+    line = before[-1]
+    if line["env"] == "lts":
+        return line["case"] in OLDER["dgx_a100"] and line["platform"] == "dgx_a100"
+    return not line["platform"] and any(other["env"] == "lts" for other in before)
 
 
 def golden_steps(path: Path) -> list[Golden]:

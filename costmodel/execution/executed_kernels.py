@@ -22,6 +22,7 @@ from costmodel.table.fusion import fused_groups, module_groups
 from costmodel.time.block.compute import bytes_of, op_works
 from planner.language.graph import Op, Program
 from planner.language.layout.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
+from planner.language.ops.families.entries.routing import BIAS_OF_RUNS, UNSORT_ROWS
 from planner.language.ops.families.products.narrow import NARROW_DTYPE, scaling_of
 from planner.language.ops.families.products.rings import RING
 from planner.language.ops.flops import needing_gradient
@@ -175,7 +176,32 @@ def kernel_seconds(
             each = profile.execution.loss_pass_bytes * logits / 2
             once = profile.pass_seconds(each, LOSS_KERNELS)
             return KernelSeconds(forward_s=once, backward_s=once, kernels=LOSS_KERNELS)
+        if op.target == BIAS_OF_RUNS and any(profile.execution.bias_pass_bytes):
+            return _bias_seconds(op, local, profile)
     return _pass_seconds(ops, local, profile, saved)
+
+
+def adds_last(op: Op, local: Program) -> bool:
+    """Whether an op adds biases to rows that go back to where they came from next."""
+    if op.target != BIAS_OF_RUNS:
+        return False
+    users = [each.target for each in local.ops if op.outputs[0] in each.inputs]
+    return set(users) <= {UNSORT_ROWS, EXCHANGE_ROWS, REDISTRIBUTE}
+
+
+def _bias_seconds(op: Op, local: Program, profile: ExecutedProfile) -> KernelSeconds:
+    """Biases that are added to the rows of each expert by kernels of their own; those of a product
+    that is not the last by its kernel, which also sums up their gradient.
+    """
+    if not adds_last(op, local):
+        return KernelSeconds(forward_s=0.0, backward_s=0.0, kernels=0)
+    execution, elements = profile.execution, _numel(local, op.inputs[0])
+    kernels = execution.bias_kernels * local.tensor[op.inputs[1]].shape_at(1)[0]
+    forward_s, backward_s = (
+        profile.pass_seconds(each * elements, times * kernels)
+        for times, each in enumerate(execution.bias_pass_bytes, 1)
+    )
+    return KernelSeconds(forward_s=forward_s, backward_s=backward_s, kernels=kernels)
 
 
 def _product_seconds(

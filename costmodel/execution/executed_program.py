@@ -24,6 +24,7 @@ from costmodel.execution.executed_comm import exposed_comm
 from costmodel.execution.executed_kernels import (
     LOSSES,
     UNFUSED_SOFTMAX,
+    adds_last,
     forked_bytes,
     is_attention,
     is_product,
@@ -165,7 +166,8 @@ def executed_times(
     saved = saved_tensors(local, device_type=profile.cluster.device_type)
     forward_s = backward_s = weight_s = recomputed_s = 0.0
     forward_flop = backward_flop = 0.0
-    kernels = unfused = 0
+    kernels = unfused = again = regions = 0
+    is_again = False
     # Flash attention computes its scores again in any case.
     is_whole = all(op.name in recomputed for op in local.ops if op.target != REDISTRIBUTE)
     is_flash = execution.flash_attention
@@ -179,8 +181,14 @@ def executed_times(
         kernels += seconds.kernels
         unfused += seconds.kernels - 1 if seconds.kernels == UNFUSED_SOFTMAX.kernels else 0
         first = ops[0]
-        if first.name in recomputed and not (is_flash and is_attention(first) and not is_whole):
+        was_again = is_again
+        is_again = first.name in recomputed and not (
+            is_flash and is_attention(first) and not is_whole
+        )
+        if is_again:
             recomputed_s += seconds.forward_s
+            again += 1
+            regions += not was_again
         if is_attention(first):
             attention = attention.with_other(seconds)
         if SHARED_EXPERTS in first.module:
@@ -216,11 +224,21 @@ def executed_times(
     backward_host = has_backward * (issued_back * (rates.issue_back_s + wait) + polled_s)
     backward_busy_s = backward_s + comm.backward_s - sent_back_s
     backward_wait_s = host_seconds(execution, backward_busy_s, backward_host)
+    # What runs again is issued again, in the backward, its part of a layer's ops; each region of
+    # it is a function of its own, also in the forward.
+    around = execution.region_kernels * regions
+    issued_again = execution.forward_kernels * again / max(1, len(kernel_ops))
+    again_host = (around + issued_again) * (rates.issue_s + wait)
+    again_host += 2 * around * (rates.issue_back_s + wait)
+    # The device's part hides where the host sets the pace of the backward.
+    both_s = backward_busy_s + recomputed_s
+    again_wait_s = host_seconds(execution, both_s, backward_host + again_host) - backward_wait_s
     return ProgramTimes(
         forward=Spent(forward_s, forward_wait_s),
         backward=Spent(backward_s, backward_wait_s),
         recomputed=Spent(
-            recomputed_s, forward_wait_s + comm.forward_s + comm.skew_s if is_whole else 0.0
+            recomputed_s,
+            forward_wait_s + comm.forward_s + comm.skew_s if is_whole else again_wait_s,
         ),
         weight_s=weight_s,
         beside_s=0.0,
@@ -240,7 +258,9 @@ def _host_ops(
     if any(is_product(op) for op in local.ops):
         grouped = grouped_products(local)
         experts = local.tensor[grouped[0].inputs[1]].shape_at(1)[0] if grouped else 0
-        routed = execution.router_kernels + execution.expert_kernels * experts if grouped else 0
+        biased = any(adds_last(op, local) for op in local.ops)
+        each = execution.expert_kernels + biased * execution.bias_kernels
+        routed = execution.router_kernels + each * experts if grouped else 0
         modules = sum(multiplies_weights(ops[0], local) for ops in kernel_ops)
         modules += sum(packet_of(op.target) in NORMS for op in local.ops)
         more = max(0, modules - (PLAIN_MODULES - bool(grouped)))

@@ -82,6 +82,12 @@ class Execution:
     """Ops that it issues besides for a layer's router, and to put rows in their experts' order."""
     expert_kernels: int
     """Ops that it issues besides for each expert that a rank has."""
+    bias_kernels: int
+    """Ops that it issues besides for each expert that a rank has, where biases are added to rows
+    behind their last product."""
+    region_kernels: int
+    """Ops that it issues besides for each region of a layer's forward that runs again, twice as
+    many in the backward."""
     ring_kernels: int
     """Ops that it issues besides for each round of attention on a ring: of a round's kernel, its
     messages, and what puts its result together with the others'."""
@@ -110,6 +116,8 @@ class Execution:
     deterministic: bool
     """Runs are asked to give the same numbers each time, for which these workspaces are as large on
     all devices (CUBLAS_WORKSPACE_CONFIG=:4096:8)."""
+    fuses_exact: bool
+    """Runs that are asked to do so have fused attention on all devices; else on Hopper's alone."""
     expert_imbalance: float
     """How unevenly ranks that share a layer's experts receive rows: standard deviation of the
     logarithm of a rank's rows, from layer to layer (`costmodel.execution.dispatch.imbalance`); 0
@@ -150,7 +158,7 @@ class Execution:
     them."""
     gradient_bytes: int
     """Memory of an accumulated gradient's element."""
-    moment_bytes: int
+    moment_bytes: tuple[int, int]
     """Memory of an element of each of the optimizer's two moments, of 16-bit weights."""
     master_bytes: int
     """Memory of an element of the optimizer's copy of 16-bit weights; 2 where that is only what the
@@ -173,6 +181,9 @@ class Execution:
     """Bytes of a gradient on the wire."""
     optimizer_pass_bytes: float
     """Bytes that an optimizer step moves for each parameter."""
+    bias_pass_bytes: tuple[float, float]
+    """Bytes that biases move for each element of experts' rows to which they are added behind the
+    last product, forward and backward; 0 where it is one kernel, in the rows' dtype."""
     loss_pass_bytes: float
     """Bytes that the loss moves for each logit, forward and backward together."""
     overlaps: tuple[Overlapped, ...]
@@ -236,9 +247,12 @@ class Execution:
         is_cast = low_dtype(precision)
         return self.bucket_bytes // BF16_BYTES if is_cast else int(self.bucket_bytes > 0)
 
-    def moment_factor(self, precision: Precision) -> int:
-        """Return the bytes of an optimizer's moment over those of its parameter."""
-        return self.moment_bytes // BF16_BYTES if low_dtype(precision) else 1
+    def moments_factor(self, precision: Precision) -> float:
+        """Return the bytes of the optimizer's moments over those of their parameter."""
+        if not low_dtype(precision):
+            return len(self.moment_bytes)
+        whole, left = divmod(sum(self.moment_bytes), BF16_BYTES)
+        return whole + left / BF16_BYTES if left else whole
 
     def master_factor(self, precision: Precision) -> int:
         """Return the bytes of the optimizer's copy of a parameter over those of the parameter."""
@@ -248,6 +262,9 @@ class Execution:
         """Return the bytes of a gradient's sum over those of its parameter."""
         return self.gradient_bytes // BF16_BYTES if low_dtype(precision) else 1
 
+
+_LISTS = ("overlaps", "dispatchers", "keeps_narrow", "moment_bytes", "bias_pass_bytes")
+"""Constants that are lists in files."""
 
 _FIELDS = tuple(field.name for field in fields(Execution))
 
@@ -264,7 +281,7 @@ def find_execution(name: str) -> Execution:
     """
     name = execution_of(name)
     values = {key: entry["value"] for key, entry in _entries(name).items()}
-    lists = {key: tuple(values[key]) for key in ("overlaps", "dispatchers", "keeps_narrow")}
+    lists = {key: tuple(values[key]) for key in _LISTS}
     return Execution(name=name, **values | lists)
 
 

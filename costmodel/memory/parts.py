@@ -38,8 +38,9 @@ class Ranks(Replication):
     (`Execution.copies_update`)."""
     sum_factor: int
     """Bytes of a gradient's sum over those of its parameter (`Execution.sum_factor`)."""
-    moment_factor: int
-    """Bytes of an optimizer's moment over those of its parameter (`Execution.moment_factor`)."""
+    moments_factor: float
+    """Bytes of the optimizer's moments over those of their parameter
+    (`Execution.moments_factor`)."""
     master_factor: int
     """Bytes of the optimizer's copy of a parameter over those of the parameter; 0 where it steps on
     the parameter itself (`Execution.master_factor`)."""
@@ -57,7 +58,7 @@ class Ranks(Replication):
             on_gpu=profile.cluster.device_type != "cpu",
             runtime_copies=execution.copies_update,
             sum_factor=execution.sum_factor(replication.precision),
-            moment_factor=execution.moment_factor(replication.precision),
+            moments_factor=execution.moments_factor(replication.precision),
             master_factor=execution.master_factor(replication.precision),
             sums_stay=execution.sums_stay,
             bucket_factor=execution.bucket_factor(replication.precision),
@@ -87,20 +88,22 @@ class Ranks(Replication):
         return self.is_sharded and (bool(low_dtype(self.precision)) or self.optimizer_on_host)
 
     @property
-    def optimizer_factor(self) -> int:
+    def optimizer_factor(self) -> float:
         """Bytes of optimizer state on the device over those of the parameters: AdamW's two moments,
         and of 16-bit weights the fp32 masters.
         """
         if self.optimizer_on_host:
             return 0
-        return ADAMW_STATES * self.moment_factor + self.master_factor
+        return self.moments_factor + self.master_factor
 
     @property
     def copies_update(self) -> bool:
         """Whether the optimizer's step copies what it steps on: fused and foreach steps of a GPU,
-        and sums that are widened for it. A CPU's loop over parameters makes no copy worth counting.
+        and sums that are widened for it. A CPU's loop over parameters makes no copy worth counting,
+        and a step that keeps no fp32 copy of its weights takes narrow sums as they are.
         """
-        copies = self.runtime_copies or self.sum_factor < self.gradient_factor
+        widens = self.sum_factor < self.gradient_factor and self.master_factor != 1
+        copies = self.runtime_copies or widens
         return self.on_gpu and copies and not self.optimizer_on_host
 
 

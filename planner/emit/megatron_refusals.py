@@ -137,6 +137,14 @@ def _recompute(run: Run) -> Iterator[str]:
                 yield f"--recompute-modules {name}: priced are {', '.join(RECOMPUTED)}"
 
 
+def _optimizer(run: Run) -> Iterator[str]:
+    if run.has("use-precision-aware-optimizer") and run.has("use-megatron-fsdp"):
+        yield (
+            "--use-precision-aware-optimizer with --use-megatron-fsdp: the state of "
+            "Megatron-FSDP's optimizer is priced in fp32 alone"
+        )
+
+
 def _ranks(run: Run) -> Iterator[str]:
     is_over_nodes = run.num_devices > DEVICES_OF_A_NODE
     if run.has("use-tp-pp-dp-mapping") and is_over_nodes and run.pp > 1 and run.dp * run.cp > 1:
@@ -153,6 +161,7 @@ RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     _encoder,
     _experts,
     _recompute,
+    _optimizer,
     _ranks,
 )
 """What is refused beside options themselves, in the order in which it is told."""

@@ -54,6 +54,9 @@ USUAL_TOKENIZER = "GPT2BPETokenizer"
 """Of pretrain_gpt.py, where a line names none; BertWordPieceLowerCase of pretrain_bert.py and
 pretrain_t5.py."""
 
+MOMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+"""Bytes of an element of a moment of Adam's, by its dtype."""
+
 FUSED_LOSS_BYTES = 10
 """Memory of a logit in a loss that one kernel computes: two copies in fp32, as exponentials are
 written beside the logits and not over them. Told by gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion
@@ -330,10 +333,29 @@ def _runtime(run: Run) -> dict[str, Any]:
     is_narrow = run.has("grad-reduce-in-bf16") if run.has("bf16") else (
         not run.has("accumulate-allreduce-grads-in-fp32")
     )  # fmt: skip
+    is_narrow = is_narrow or run.word("main-grads-dtype") == "bf16"
     row["gradient_bytes"] = 2 if is_narrow and not run.has("use-megatron-fsdp") else 4
+    row |= _optimizer(run)
     row["not_overlapped"] = " ".join(_not_overlapped(run))
     row["notes"] = "; ".join(_said(run))
     return row
+
+
+def _optimizer(run: Run) -> dict[str, Any]:
+    """Return the bytes of what a precision-aware optimizer keeps for each weight.
+
+    Transformer Engine's FusedAdam keeps of bf16 weights what they lack of fp32, 2 bytes
+    (store_param_remainders, megatron/core/optimizer/__init__.py). Where weights are in 8 bits under
+    another recipe than delayed scaling, Megatron-LM keeps whole fp32 ones of its own.
+    """
+    if not run.has("use-precision-aware-optimizer"):
+        return {}
+    widths = [
+        MOMENT_BYTES[run.word(name) or "fp32"] for name in ("exp-avg-dtype", "exp-avg-sq-dtype")
+    ]
+    is_own = run.has("fp8-format") and run.word("fp8-recipe") not in ("", "delayed")
+    is_narrow = run.word("main-params-dtype") == "fp16" or (run.has("bf16") and not is_own)
+    return {"moment_bytes": " ".join(map(str, widths)), "master_bytes": 2 if is_narrow else 4}
 
 
 def _not_overlapped(run: Run) -> list[str]:

@@ -368,6 +368,9 @@ def _sequences(run: Run) -> Iterator[str]:
         yield f"--seq-length {length} is more than --max-position-embeddings {positions}"
 
 
+OPTIMIZER_DTYPES = ("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype")
+"""Options that a precision-aware optimizer alone takes values of but fp32."""
+
 NEEDS = (
     ("overlap-param-gather", ("use-distributed-optimizer", "use-megatron-fsdp")),
     ("overlap-param-gather", ("overlap-grad-reduce",)),
@@ -383,6 +386,15 @@ def _together(run: Run) -> Iterator[str]:
     for name, others in NEEDS:
         if run.has(name) and not any(run.has(other) for other in others):
             yield f"--{name} needs {' or '.join(f'--{other}' for other in others)}"
+    narrow = [name for name in OPTIMIZER_DTYPES if run.word(name) not in ("", "fp32")]
+    if not run.has("use-precision-aware-optimizer"):
+        for name in narrow:
+            yield f"--{name} {run.word(name)} needs --use-precision-aware-optimizer"
+    if "main-grads-dtype" in narrow and run.has("accumulate-allreduce-grads-in-fp32"):
+        yield (
+            "--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 were given; give one "
+            "of them"
+        )
     if run.has("bf16") and run.has("fp16"):
         yield "--bf16 and --fp16 were given; give one of them"
     if run.has("cross-entropy-loss-fusion") and run.word("cross-entropy-fusion-impl") == "te":

@@ -74,6 +74,10 @@ def test_every_broken_rule_is_told_in_a_line(planner):
         ({"--use-distributed-optimizer": ""}, "needs --use-distributed-optimizer or --use-meg"),
         ({"--use-distributed-optimizer": "--use-precision-aware-optimizer"},
          "--use-precision-aware-optimizer needs --use-distributed-optimizer"),
+        ({"--bf16": "--bf16 --exp-avg-dtype bf16"},
+         "--exp-avg-dtype bf16 needs --use-precision-aware-optimizer"),
+        ({"--bf16": "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 "
+         "--accumulate-allreduce-grads-in-fp32"}, "allreduce-grads-in-fp32 were given; give one"),
         ({"--bf16": "--bf16 --fp16"}, "--bf16 and --fp16 were given"),
         ({"--bf16": "--recompute-granularity full"}, "full needs --recompute-method"),
         ({"--bf16": "--recompute-granularity ful"}, "it takes full, selective"),

@@ -319,6 +319,53 @@ def test_flags_that_change_memory_change_its_price():
     assert peak_gib("--vocab-size 1000", gpus=2, flags=SMALL) < base
 
 
+AWARE = "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer"
+
+
+@pytest.mark.parametrize(
+    ("more", "bytes_of_a_weight"),
+    [
+        # Two moments, and what bf16 weights lack of fp32 or all of it; sums of gradients.
+        ("--bf16 --use-distributed-optimizer", 4 + 4 + 4),
+        (AWARE, 4 + 4 + 2),
+        (f"{AWARE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", 2 + 2 + 2),
+        (f"{AWARE} --exp-avg-dtype fp8", 1 + 4 + 2),
+        (
+            f"{AWARE} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --main-params-dtype fp16",
+            1 + 2 + 2,
+        ),
+        (f"{AWARE} --fp8-format hybrid --fp8-recipe tensorwise", 4 + 4 + 4),
+        (
+            f"{AWARE} --fp8-format hybrid --fp8-recipe tensorwise --main-params-dtype fp16",
+            4 + 4 + 2,
+        ),
+        (f"{AWARE} --fp8-format hybrid", 4 + 4 + 2),
+        (f"{AWARE.replace('--bf16', '--fp16')} --accumulate-allreduce-grads-in-fp32", 4 + 4 + 4),
+    ],
+)
+def test_a_precision_aware_optimizer_keeps_as_many_bytes_as_flags_say(more, bytes_of_a_weight):
+    run = run_of(more, 2, SMALL)
+    assert not broken_rules(run)
+    assert not refusals(run)
+
+    def kept(flags: str) -> float:
+        row = row_of(run_of(flags, 2, SMALL), {}, "", "H100")
+        priced = price_row({name: str(value) for name, value in row.items()})
+        return float(priced.estimate.memory[0].optimizer_bytes)
+
+    # (Counters of the steps, 4 bytes a tensor, are no part of it.)
+    usual = kept("--bf16 --use-distributed-optimizer")
+    assert kept(more) / usual == pytest.approx(bytes_of_a_weight / 12, rel=1e-4)
+
+
+def test_narrow_sums_of_gradients_are_those_of_their_flag():
+    narrow = parsed(f"{AWARE} --main-grads-dtype bf16", gpus=2, flags=SMALL).stack
+    assert (narrow.gradient_bytes, narrow.reduced_bytes) == (2, 2)
+    assert parsed(AWARE, gpus=2, flags=SMALL).stack.gradient_bytes == 4
+    fsdp = run_of(f"{AWARE} --use-megatron-fsdp", 2, SMALL)
+    assert "Megatron-FSDP's optimizer is priced in fp32 alone" in " ".join(refusals(fsdp))
+
+
 def test_shared_experts_of_a_width_of_their_own():
     model = transformer_of(parsed(f"{EXPERTS} --moe-shared-expert-intermediate-size 512", gpus=16))
     assert model.experts is not None

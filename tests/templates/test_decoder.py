@@ -23,6 +23,7 @@ MODELS = {
     "tied": replace(LLAMA, tied=True),
     "latent": replace(LLAMA, latent=LATENT, kv_heads=4),
     "experts": replace(LLAMA, experts=replace(EXPERTS, shared=1, dense_layers=1)),
+    "experts with biases": replace(LLAMA, bias=True, experts=replace(EXPERTS, bias=True)),
 }
 
 
@@ -61,18 +62,23 @@ def test_tokens_ahead_are_a_second_loss() -> None:
     assert 1.5 < float(whole / module(**data).detach()) < 2.5
 
 
-def test_experts_sum_what_each_of_them_makes_of_its_rows() -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_sum_what_each_of_them_makes_of_its_rows(bias: bool) -> None:
     torch.manual_seed(0)
-    layer = Decoder(replace(LLAMA, experts=EXPERTS))
+    layer = Decoder(replace(LLAMA, experts=replace(EXPERTS, bias=bias)))
     layer = next(layer.layers).mlp
+    first, second = torch.zeros(EXPERTS.number, 1), torch.zeros(EXPERTS.number, 1)
+    if bias:
+        first, second = (torch.nn.init.normal_(b.data) for b in (layer.fc1_bias, layer.fc2_bias))
     x = torch.randn(2, LLAMA.seq_len, LLAMA.hidden)
     rows = x.view(-1, LLAMA.hidden)
     weights, chosen = layer.router(rows).softmax(dim=-1).topk(EXPERTS.per_token)
     expected = torch.zeros_like(rows)
     for row in range(len(rows)):
         for weight, expert in zip(weights[row], chosen[row], strict=True):
-            gate, up = (rows[row] @ layer.fc1[expert]).chunk(2)
-            expected[row] += weight * ((torch.nn.functional.silu(gate) * up) @ layer.fc2[expert])
+            gate, up = (rows[row] @ layer.fc1[expert] + first[expert]).chunk(2)
+            made = (torch.nn.functional.silu(gate) * up) @ layer.fc2[expert] + second[expert]
+            expected[row] += weight * made
     torch.testing.assert_close(layer(x), expected.view(x.shape), rtol=1e-5, atol=1e-6)
 
 

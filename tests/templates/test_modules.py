@@ -64,6 +64,15 @@ def test_experts_of_modules(shared):
     assert num_params(written(layer, model, dense=True)) == dense + 3 * H * WIDE
 
 
+def test_experts_with_biases_add_one_to_the_rows_of_each():
+    """6 experts, of 2 * 24 columns and 32."""
+    plain = replace(LLAMA, experts=EXPERTS)
+    model = replace(LLAMA, experts=replace(EXPERTS, bias=True))
+    without, biased = (written(layer, each, dense=False) for each in (plain, model))
+    assert num_params(biased) - num_params(without) == 6 * (2 * 24 + H)
+    assert count(biased, "bias_of_runs") == 2
+
+
 def test_latent_attention_multiplies_narrow_vectors():
     """Queries 32 -> 12 -> 4 heads of 8 + 4; keys and values 32 -> 10 + 4 -> 4 heads of 2 * 8."""
     model = replace(LLAMA, kv_heads=HEADS, latent=LATENT)

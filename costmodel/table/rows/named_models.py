@@ -37,6 +37,8 @@ class NamedModel:
     """Its width."""
     qk_norm: int = 0
     """1 where heads of queries and keys are normed."""
+    bias: int = 0
+    """1 where products of a gated model add biases."""
 
 
 def _model(
@@ -53,6 +55,7 @@ def _model(
     latent: tuple[int, int, int] = (0, 0, 0),
     dense: tuple[int, int] = (0, 0),
     qk_norm: int = 0,
+    bias: int = 0,
 ) -> NamedModel:
     return NamedModel(
         layers=layers,
@@ -72,6 +75,7 @@ def _model(
         dense_layers=dense[0],
         dense_ffn=dense[1],
         qk_norm=qk_norm,
+        bias=bias,
     )
 
 
@@ -99,8 +103,8 @@ NAMED = (
     (r"mixtral", _model(32, 4096, 32, 8, 14336, 1, 32000, experts=(8, 2, 0))),
     (r"qwen3235b", _model(94, 4096, 64, 4, 1536, 1, 151936, 128, experts=(128, 8, 0), qk_norm=1)),
     (r"qwen330b", _model(48, 2048, 32, 4, 768, 1, 151936, 128, experts=(128, 8, 0), qk_norm=1)),
-    (r"gptoss120b", _model(36, 2880, 64, 8, 2880, 1, 201088, 64, experts=(128, 4, 0))),
-    (r"gptoss20b", _model(24, 2880, 64, 8, 2880, 1, 201088, 64, experts=(32, 4, 0))),
+    (r"gptoss120b", _model(36, 2880, 64, 8, 2880, 1, 201088, 64, experts=(128, 4, 0), bias=1)),
+    (r"gptoss20b", _model(24, 2880, 64, 8, 2880, 1, 201088, 64, experts=(32, 4, 0), bias=1)),
     (r"grok1", _model(64, 6144, 48, 8, 32768, 1, 131072, experts=(8, 2, 0))),
     (r"llama4.*maverick", _model(48, 5120, 40, 8, 8192, 1, 202048, experts=(128, 1, 1))),
     (r"llama4", _model(48, 5120, 40, 8, 8192, 1, 202048, experts=(16, 1, 1))),

@@ -82,6 +82,7 @@ def sizes_of_row(cells: Cells, stack: Execution) -> Transformer:
     dense = 0 if known is None else _dense_layers(known, layers)
     head_dim = cells.given("head_dim", least=0) or usual("head_dim", 0)
     rope_dim = _part(cells, "rope_dim", usual("rope_dim", 0))
+    bias = bool(_part(cells, "bias", known.bias if known and gated else int(not gated)))
     experts = Experts(
         number=num_experts,
         per_token=picked,
@@ -89,6 +90,7 @@ def sizes_of_row(cells: Cells, stack: Execution) -> Transformer:
         shared=usual("shared_experts", 0) or 0,
         shared_width=_part(cells, "shared_width", 0),
         dense_layers=_part(cells, "dense_layers", dense),
+        bias=bias,
     )
     latent = Latent(
         query_rank=_part(cells, "query_rank", usual("query_rank", 0)),
@@ -113,7 +115,7 @@ def sizes_of_row(cells: Cells, stack: Execution) -> Transformer:
         norm=_norm(cells, gated=gated),
         positions="rotary" if key_rank else _positions(cells, gated=gated),
         max_positions=_part(cells, "max_positions", 0),
-        bias=bool(_part(cells, "bias", int(not gated))),
+        bias=bias,
         query_key_norm=bool(_part(cells, "qk_norm", known.qk_norm if known else 0)),
         sees_all=bool(_part(cells, "sees_all", 0)),
         transforms_head=bool(_part(cells, "transforms_head", 0)),

@@ -25,6 +25,9 @@ OLDER_DEVICES = ("V100", "A100", "A800", "P100", "T4", "MI2")
 BLACKWELL = re.compile(r"\bG?B[123]00")
 """Names of devices of that generation."""
 
+HOPPER = re.compile(r"\b(H[128]00|H20|GH200)")
+"""Names of devices of the generation before."""
+
 CUT_STREAMS = 3
 """Streams of products that are cut to run beside their collectives, each with a workspace
 (Transformer Engine, pytorch/module/base.py: initialize_ub, _NUM_MAX_UB_STREAMS)."""
@@ -175,6 +178,8 @@ def _said_parts(cells: Cells, stack: Execution) -> Execution:
         stack = replace(stack, dropout=bool(dropout))
     if cells.given("deterministic", least=0):
         stack = replace(stack, deterministic=True)
+        if not stack.fuses_exact and not HOPPER.search(cells.text("gpu").upper()):
+            stack = replace(stack, flash_attention=False)
     if attention and stack.attention_copies:
         takes_flash = attention == "flash" or _takes_flash(cells, stack)
         stack = replace(stack, samples_first=takes_flash)
@@ -195,7 +200,7 @@ def _said_parts(cells: Cells, stack: Execution) -> Execution:
     if gradient_bytes is not None:
         # Sums travel as they lie (megatron/core/distributed/param_and_grad_buffer.py).
         stack = replace(stack, gradient_bytes=gradient_bytes, reduced_bytes=gradient_bytes)
-    if moment_bytes := _given_width(cells, "moment_bytes"):
+    if moment_bytes := _moment_widths(cells):
         stack = replace(stack, moment_bytes=moment_bytes)
     if master_bytes := _given_width(cells, "master_bytes"):
         stack = replace(stack, master_bytes=master_bytes)
@@ -229,6 +234,20 @@ def _given_width(cells: Cells, column: str) -> int | None:
     return width
 
 
+def _moment_widths(cells: Cells) -> tuple[int, int] | None:
+    """Return the bytes of an element of each moment: both as wide as one that is given alone."""
+    text = cells.text("moment_bytes")
+    if not text:
+        return None
+    widths = [real(word) for word in text.split()]
+    if len(widths) > 2 or not set(widths) <= {1, 2, 4}:
+        raise RowError(
+            f"moment_bytes={text} is not priced; use 1, 2 or 4, or two of them as in 2 4"
+        )
+    first, second = (int(width or 0) for width in (widths[0], widths[-1]))
+    return first, second
+
+
 def _takes_flash(cells: Cells, stack: Execution) -> bool:
     """Whether Transformer Engine picks the portable kernel over cuDNN's: before Hopper, and on
     Blackwell where runs must be deterministic (pytorch/attention/dot_product_attention/utils.py,
@@ -255,6 +274,7 @@ def _graphed(stack: Execution, parts: str) -> Execution:
             ring_kernels=0,
             router_kernels=0,
             expert_kernels=0,
+            bias_kernels=0,
         )
     if "attention" in parts:
         left = min(stack.forward_kernels, LEFT_OF_ATTENTION)

@@ -263,6 +263,8 @@ class _Experts(nn.Module):
         self.fc2 = nn.Parameter(torch.empty(number, width, sizes.hidden))
         for weight in (self.fc1, self.fc2):
             nn.init.normal_(weight, std=INITIAL_STD)
+        self.fc1_bias = nn.Parameter(torch.zeros(number, joined)) if experts.bias else None
+        self.fc2_bias = nn.Parameter(torch.zeros(number, sizes.hidden)) if experts.bias else None
         shared = experts.width_of_shared
         self.shared_experts = _FeedForward(sizes, shared) if shared else None
 
@@ -278,8 +280,12 @@ class _Experts(nn.Module):
         ends = counts.int().cumsum(0, dtype=torch.int32)
         sorted_rows = rows[order // self.experts.per_token]
         made = torch._grouped_mm(sorted_rows, self.fc1, offs=ends)
+        if self.fc1_bias is not None:
+            made = made + self.fc1_bias[ordered]
         made = _activated(made, gated=self.sizes.gated)
         made = torch._grouped_mm(made, self.fc2, offs=ends)
+        if self.fc2_bias is not None:
+            made = made + self.fc2_bias[ordered]
         places = torch.empty_like(order)
         places[order] = torch.arange(order.shape[0], device=order.device)
         made = made[places].view(-1, self.experts.per_token, self.sizes.hidden)

@@ -75,6 +75,10 @@ PRICED: dict[str, dict[str, str]] = {
         "": "bf16 fp16 grad-reduce-in-bf16 accumulate-allreduce-grads-in-fp32 fp8-param-gather",
         "str": "fp8-format fp8-recipe fp4-format fp4-recipe",
     },
+    "what the optimizer keeps": {
+        "": "use-precision-aware-optimizer",
+        "str": "main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype",
+    },
     "which kernels run": {
         "": (
             "use-flash-attn enable-cuda-graph external-cuda-graph cross-entropy-loss-fusion "
@@ -101,6 +105,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fp8-format": ("e4m3", "hybrid"),
     "fp8-recipe": ("tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
     "fp4-format": ("e2m1",),
+    "main-grads-dtype": ("fp32", "bf16"),
+    "main-params-dtype": ("fp32", "fp16"),
+    "exp-avg-dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "exp-avg-sq-dtype": ("fp32", "fp16", "bf16", "fp8"),
     "fp4-recipe": ("nvfp4", "custom"),
     "normalization": ("LayerNorm", "RMSNorm"),
     "position-embedding-type": ("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 _HOST = "what lies in the host's memory is not priced for Megatron-LM"
 _LAYERS = "layers of other kinds are not priced"
 _ELSEWHERE = "sizes and layout stand in another file; give them as flags"
-_BYTES = "the optimizer's state is priced in fp32 alone"
+_BYTES = "the state of Megatron-FSDP's optimizer is priced in fp32 alone"
 _NARROW = "weights that are kept and gathered in 4 bits are not priced"
 _OLD = "Megatron-LM takes it no longer; "
 _IMAGES = "parts that see images are not priced"
@@ -64,11 +64,6 @@ REFUSED: dict[str, tuple[str, str, str]] = {
     "cpu-offloading-num-layers": ("int", "0", _HOST),
     "fine-grained-activation-offloading": ("", "", _HOST),
     "moe-paged-stash": ("", "", _HOST),
-    "use-precision-aware-optimizer": ("", "", _BYTES),
-    "main-grads-dtype": ("str", "fp32", _BYTES),
-    "main-params-dtype": ("str", "fp32", _BYTES),
-    "exp-avg-dtype": ("str", "fp32", _BYTES),
-    "exp-avg-sq-dtype": ("str", "fp32", _BYTES),
     "megatron-fsdp-main-params-dtype": ("str", "fp32", _BYTES),
     "megatron-fsdp-main-grads-dtype": ("str", "auto fp32", _BYTES),
     "megatron-fsdp-grad-comm-dtype": ("str", "auto fp32", _BYTES),

@@ -7,7 +7,7 @@ have whole heads; the two first matrices of a gated feed-forward are one.
 from __future__ import annotations
 
 from planner.language.graph import Affine
-from planner.language.ops.families.entries.routing import SORT_ROWS, UNSORT_ROWS
+from planner.language.ops.families.entries.routing import BIAS_OF_RUNS, SORT_ROWS, UNSORT_ROWS
 from planner.language.ops.families.products.matmul import GROUPED_MM
 from planner.language.templates.shared_parts import shared_heads, width_of
 from planner.language.templates.tape import (
@@ -431,6 +431,16 @@ def _experts(tape: Tape, model: Transformer, experts: Experts, x: Value) -> Valu
             places=(out,),
         )[0]
 
+    def biased(x: Value, name: str, place: str, takes: tuple[str, ...]) -> Value:
+        """Rows plus the bias of their expert, in the module whose ops are written."""
+        if not experts.bias:
+            return x
+        bias = tape.param(name, number, width_of(x), place=place)
+        takes = (*takes, experts_place("R", COUNTS))
+        return tape.call(
+            BIAS_OF_RUNS, x, bias, ends, shapes=(x.shape,), takes=takes, places=(x.place,)
+        )[0]
+
     cut = both_columns.partition("|")[0].replace("S(1)", "S(2)")
     made = product(
         picked,
@@ -441,6 +451,8 @@ def _experts(tape: Tape, model: Transformer, experts: Experts, x: Value) -> Valu
         out=both_columns,
     )
     tape.module = "mlp.experts.act"
+    place = experts_place(both_columns.partition("|")[0], "R")
+    made = biased(made, "fc1_bias", place, (both_columns, place))
     if model.gated:
         half = (copies, width)
         gate, up = tape.call(
@@ -458,6 +470,9 @@ def _experts(tape: Tape, model: Transformer, experts: Experts, x: Value) -> Valu
         takes=columns,
         out=experts_place("P", ROWS),
     )
+    tape.module = "mlp.experts.bias"
+    terms = experts_place("P", ROWS), experts_place("P", "R")
+    made = biased(made, "fc2_bias", "R", terms)
     tape.module = "mlp.unpermute"
     made = tape.call(
         UNSORT_ROWS,

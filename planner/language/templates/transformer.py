@@ -33,6 +33,8 @@ class Experts:
     """Groups that a sigmoid router picks from first (DeepSeek-V3); 0: a softmax over all."""
     dense_layers: int = 0
     """First layers that have an ordinary feed-forward instead."""
+    bias: bool = False
+    """Their products add biases, one for each expert."""
 
     @property
     def width_of_shared(self) -> int:

@@ -360,3 +360,47 @@ def test_layers_on_the_host_keep_nothing_on_the_device() -> None:
     kept = [float(found.memory[0].activation_bytes) for found in (here, away)]
     assert kept[1] == pytest.approx(kept[0] / 2, rel=0.02)
     assert away.step_s == here.step_s
+
+
+def test_what_runs_again_is_issued_again() -> None:
+    """Norms that run again cost a host that sets the step's pace more than a busy device."""
+    row = {"gpu": "H100", "stack": "megatron-core", "gpus": "1", "layers": "12", "hidden": "512",
+           "heads": "8", "seq_len": "1024", "micro_batch": "4", "global_batch": "32",
+           "dtype": "bf16", "positions": "none"}  # fmt: skip
+
+    def longer_s(**cells: str) -> float:
+        none, again = (
+            price_row({**row, **cells, "recompute": told}).estimate.step_s
+            for told in ("none", "selective: layernorm")
+        )
+        return (again - none) / (12 * 8)  # layers and microbatches
+
+    run, _, rates = run_of(row)
+    regions = 2  # ahead of attention and of the feed-forward
+    around = run.stack.region_kernels * regions
+    least = around * (rates.issue_s + 2 * rates.issue_back_s)
+    assert least < longer_s() < 2 * least
+    # A wide layer's device is busy for longer than its host: the norms' bytes, and little more.
+    moved_s = 2 * 3 * 4096 * 4 * 8192 * 2 / 2e12
+    assert longer_s(hidden="8192", heads="64", seq_len="4096") < moved_s + least / 2
+
+
+def test_biases_of_experts_are_passes_of_their_own() -> None:
+    """Megatron-LM adds them expert by expert, in fp32: 68 bytes an element behind the last product,
+    and two ops of the host for each of 8 experts.
+    """
+    row = {"gpu": "B200", "stack": "megatron-core", "model": "gpt-oss-120b", "layers": "4",
+           "gpus": "16", "ep": "16", "dp": "16", "micro_batch": "4", "global_batch": "128",
+           "seq_len": "4096", "recompute": "none", "notes": "force-balanced"}  # fmt: skip
+
+    def step_s(**cells: str) -> float:
+        return price_row({**row, **cells}).estimate.step_s
+
+    elements = 4 * 4096 * 4 * 2880
+    moved_s = 68 * elements / (8e12 * 0.8)
+    longer_s = (step_s() - step_s(bias="0")) / (4 * 2)
+    assert moved_s < longer_s < 2 * moved_s
+    # One kernel, in 16 bits, where a runtime has one.
+    assert step_s(stack="torchtitan") - step_s(stack="torchtitan", bias="0") < longer_s * 8 * 0.7
+    # Ranks that share each expert's matrices add a bias once.
+    assert step_s(tp="2", dp="8", ep="8", etp="2", bias="1") > 0
