@@ -73,6 +73,8 @@ class Estimate:
     """The same by cause, over all ranks."""
     memory: tuple[MemoryParts, ...]
     """Bytes of each pp rank: of each of its dp, cp and tp ranks."""
+    device_groups: tuple[str, ...]
+    """The group of devices that each pp rank's `memory` is of; empty where all are equal."""
     timeline: Timeline
     """When each job runs."""
     flop: float
@@ -140,7 +142,7 @@ def estimate(
     views = replica_views(plan, costs)
     num_replicas = sum(view.replicas for view in views)
     found = [_simulated(view) for view in views]
-    flop, memory = 0.0, []
+    flop, memory, groups = 0.0, [], []
     for view, step in zip(views, found, strict=True):
         price = step.price
         # Of each rank of a view, times the ranks of a stage (all stages have as many), as if all
@@ -149,15 +151,21 @@ def estimate(
         flop += float(flop_of_ranks) * plan.degrees.num_ranks * view.replicas / num_replicas
         weights = price.weights(range(plan.pp))
         memory.append(plan_memory(view.plan, costs, _walked_jobs(step.table, plan, costs), weights))
+        groups.append(view.plan.device_groups)
+    # Each pp rank's fullest among all views, and the devices of that.
+    fullest = [
+        max(zip(of_rank, lie_on, strict=True), key=lambda found: found[0].total)
+        for of_rank, lie_on in zip(
+            zip(*memory, strict=True), zip(*groups, strict=True), strict=True
+        )
+    ]
     # Replicas meet in the exchange of gradients, so the slowest of them sets the step.
     slowest = max(found, key=lambda each: each.last.step_s)
     return Estimate(
         step_s=slowest.last.step_s,
         path=_step_path(slowest),
-        # Each pp rank's fullest among all views.
-        memory=tuple(
-            max(of_rank, key=lambda parts: parts.total) for of_rank in zip(*memory, strict=True)
-        ),
+        memory=tuple(parts for parts, _ in fullest),
+        device_groups=tuple(group for _, group in fullest),
         timeline=replace(slowest.timeline, step_jobs_s=_step_jobs_s(slowest)),
         flop=flop * plan.num_microbatches,
         samples=plan.global_batch,

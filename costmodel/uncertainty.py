@@ -320,7 +320,11 @@ def _ranks_of(plan: Plan, profile: Profile) -> list[tuple[MemoryParts, Profile]]
     return [
         (
             MemoryParts(**{name: held for name, held in rank.items() if name != "total_bytes"}),
-            groups.get(group, profile),
+            # (Which of several groups the fullest replica is on is not in the file.)
+            min(
+                (groups.get(name, profile) for name in group.split("+")),
+                key=lambda machine: machine.memory_bytes,
+            ),
         )
         for rank, group in zip(ranks, plan.device_groups, strict=True)
     ]

@@ -5,6 +5,7 @@ what all devices could do in that time.
 from __future__ import annotations
 
 from costmodel.cache import CostCache
+from costmodel.time.replica_views import ranks_on_groups
 from planner.language.plan import Plan
 from planner.units import DTYPE_BYTES
 
@@ -26,11 +27,11 @@ def model_flop_utilization(
     Peaks are those of the dtype of most parameters, of each pp rank's own devices; None where the
     profile has no peak of that dtype.
     """
-    dtype, ranks_of_stage = product_dtype(costs), plan.degrees.num_ranks
-    peak = 0.0
-    for group in plan.device_groups:
-        known = dict(costs.of_group(group).profile.cluster.peak_flop_per_s)
-        if dtype not in known:
-            return None
-        peak += known[dtype] * ranks_of_stage
+    dtype, peak = product_dtype(costs), 0.0
+    for pp_rank in range(plan.pp):
+        for group, num_ranks in ranks_on_groups(plan, pp_rank, costs).items():
+            known = dict(costs.of_group(group).profile.cluster.peak_flop_per_s)
+            if dtype not in known:
+                return None
+            peak += known[dtype] * num_ranks
     return flop / (step_s * peak)

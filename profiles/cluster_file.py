@@ -42,7 +42,7 @@ from planner.errors import ProfileError
 from planner.units import GB, GIB
 from profiles.catalog import load_profile
 from profiles.profile import DeviceGroup, GroupedProfile, Profile
-from profiles.records import Figure, LinkRecord, Record, TierRecord
+from profiles.records import MOST_DEVICES, Figure, LinkRecord, Record, TierRecord
 
 
 class _Link(Record):
@@ -83,7 +83,7 @@ class _Group(Record):
     name: str = ""
     profile: str
     nodes: int = Field(ge=1)
-    devices_per_node: int | None = Field(default=None, ge=1)
+    devices_per_node: int | None = Field(default=None, ge=1, le=MOST_DEVICES)
     memory_gib: float | None = Field(default=None, gt=0)
 
 

@@ -21,6 +21,7 @@ from planner.files import write_atomically
 from planner.units import GB, GIB, TB, TFLOP
 from profiles.hosts import ASSUMED, HostSpec
 from profiles.records import (
+    MOST_DEVICES,
     ClusterRecord,
     CollectiveFit,
     Figure,
@@ -108,7 +109,7 @@ class DeviceFile(Record):
     num_multiprocessors: int | None = Field(default=None, ge=1)
     link_gb_per_s: float | None = Field(default=None, gt=0)
     """Links between devices of a node, one direction."""
-    devices_per_node: int | None = Field(default=None, ge=1)
+    devices_per_node: int | None = Field(default=None, ge=1, le=MOST_DEVICES)
     """How many devices that link joins."""
     host_scale: float = Field(default=1.0, gt=0)
     """Seconds that its host takes to issue an op, over those of the reference device's host."""
@@ -135,7 +136,7 @@ class ClusterFile(Record):
     """Nodes of one kind of device: how many to a node, their links and host."""
 
     format: Literal["planner-cluster"] = "planner-cluster"
-    devices_per_node: int = Field(ge=1)
+    devices_per_node: int = Field(ge=1, le=MOST_DEVICES)
     max_devices: int | None = Field(default=None, ge=1)
     intra_node: LinkRecord
     inter_node: LinkRecord

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from planner.cluster import ClusterSpec, Link, Tier
+from planner.language.layout.class_layout import MOST as MOST_DEVICES
 
 SCHEMA_VERSION = 3
 
@@ -351,7 +352,7 @@ class ClusterRecord(Record):
     """The name its driver reports."""
     device_type: str
     """As torch names it, such as cuda."""
-    devices_per_node: int = Field(ge=1)
+    devices_per_node: int = Field(ge=1, le=MOST_DEVICES)
     """Devices of a node."""
     max_devices: int | None = Field(default=None, ge=1)
     """Devices of the whole cluster; None where any number is taken to exist."""

@@ -11,6 +11,7 @@ from costmodel.execution.dispatch.imbalance import Imbalance, check_imbalance, i
 from costmodel.uncertainty import EVEN_ODDS, USUAL_ODDS, usable_bytes
 from planner.errors import LayoutError
 from planner.language.layout.axes import find_axis
+from planner.language.layout.class_layout import MOST
 from planner.language.plan import OURS, RUNTIME_OF, Plan, Precision, precision_named
 from planner.language.plan.accepted import check_accept
 from planner.language.schedule import find_schedule
@@ -173,6 +174,10 @@ class SearchRequest:
                     f"`{name}` {value} was given; it counts something, so it must be 1 or more, "
                     "or left out to be searched"
                 )
+        for name in ("num_devices", "microbatch_size"):
+            value = getattr(self, name)
+            if value is not None and value > MOST:
+                raise LayoutError(f"`{name}` {value} was given; plans count to {MOST} of them")
         for axis, size in self.axes:
             if find_axis(axis).name in CHOICES or size < 1:
                 raise LayoutError(

@@ -76,21 +76,38 @@ def _seen(plan: Plan, share: int, groups: Sequence[str]) -> Plan:
     return plan.model_copy(update={"stages": stages, "microbatch_size": share, "shares": ()})
 
 
+def ranks_on_groups(plan: Plan, pp_rank: int, costs: CostCache) -> dict[str, int]:
+    """Return how many ranks of a stage lie on each group of devices, for the stages of a pp rank.
+
+    Raises PlanError where the cluster has no such group.
+    """
+    names, num_ranks = plan.device_groups[pp_rank].split("+"), plan.degrees.num_ranks
+    if len(names) == 1:
+        costs.of_group(names[0])
+        return {names[0]: num_ranks}
+    return dict(zip(names, _sizes(plan, names, costs), strict=True))
+
+
+def _sizes(plan: Plan, names: Sequence[str], costs: CostCache) -> list[int]:
+    """Return how many ranks a stage has on each of several groups: stages that name one take equal
+    parts of it.
+    """
+    for name in names:
+        costs.of_group(name)  # raises, where there is none
+    takers = [name for rank in plan.device_groups for name in rank.split("+")]
+    return [costs.group_sizes[name] // takers.count(name) for name in names]
+
+
 def _groups_of_replicas(plan: Plan, index: int, costs: CostCache) -> list[tuple[str, int]]:
     """Return for each replica of a stage its group, and how many ranks of the stage that holds; 0
     where it holds all.
-
-    Stages that name a group take equal parts of it.
     """
     stage, degrees = plan.stages[index], plan.stage_degrees(index)
     num_replicas = degrees.along("batch")
     names = stage.device_groups
     if len(names) == 1:
         return [(names[0], 0)] * num_replicas
-    for name in names:
-        costs.of_group(name)  # raises, where there is none
-    takers = [name for rank in plan.device_groups for name in rank.split("+")]
-    sizes = [costs.group_sizes[name] // takers.count(name) for name in names]
+    sizes = _sizes(plan, names, costs)
     ranks_of_replica = degrees.num_ranks // num_replicas
     if sum(sizes) != degrees.num_ranks or any(size % ranks_of_replica for size in sizes):
         raise PlanError(

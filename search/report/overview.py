@@ -146,9 +146,11 @@ def find_overview(
 ) -> Overview:
     """Return a plan at a glance; `memory_limit_bytes` where the profile's own does not hold."""
     graph = costs.graph
-    profiles = [costs.of_group(group).profile for group in plan.device_groups]
+    # Of each pp rank the devices of its fullest replica.
+    profiles = [costs.of_group(group).profile for group in estimate.device_groups]
     tokens = plan.global_batch * tokens_per_sample(graph)
-    devices = dict.fromkeys(profile.cluster.device for profile in profiles)
+    groups = [name for rank in plan.device_groups for name in rank.split("+")]
+    devices = dict.fromkeys(costs.of_group(name).profile.cluster.device for name in groups)
     return Overview(
         model=graph.name,
         device=" and ".join(devices),

@@ -94,7 +94,7 @@ def gather_report(
         plan, costs, estimate, interval, memory_limit_bytes=told.get("memory_limit_bytes")
     )
     slowest = overview.path.bottleneck
-    cluster = costs.of_group(plan.device_groups[slowest]).profile.cluster
+    cluster = costs.of_group(estimate.device_groups[slowest]).profile.cluster
     return ReportNumbers(
         plan=plan,
         overview=overview,
@@ -107,7 +107,9 @@ def gather_report(
         peak_flop_per_s=dict(cluster.peak_flop_per_s),
         networks=tuple(
             find_network(plan, costs.of_group(group).profile.cluster)
-            for group in dict.fromkeys(plan.device_groups)
+            for group in dict.fromkeys(
+                name for rank in plan.device_groups for name in rank.split("+")
+            )
         ),
         certificate=dict(told.get("certificate", {})),
         runners_up=tuple(told.get("runners_up", ())),

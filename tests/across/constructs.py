@@ -537,6 +537,18 @@ def first_sample(m: Model, b: Any) -> Tensor:
     return _out(m, h + h[0], b)
 
 
+def rows_by_frequency(m: Model, b: Any) -> Tensor:
+    """The gradient of a row is divided by how often the batch looks it up."""
+    rows = F.embedding(b["ids"], m.table.weight, scale_grad_by_freq=True)
+    return _out(m, rows.mean(1), b)
+
+
+def bags_by_frequency(m: Model, b: Any) -> Tensor:
+    """The same of rows that are summed."""
+    rows = F.embedding_bag(b["ids"], m.table.weight, mode="sum", scale_grad_by_freq=True)
+    return _out(m, rows, b)
+
+
 def bags_by_offsets(m: Model, b: Any) -> Tensor:
     """One list of numbers for all samples, and where each begins in it: here the last has all."""
     begins = 0 * b["label"]
@@ -690,6 +702,8 @@ ACROSS: dict[Body, tuple[str, ...]] = {
     dispatched_by_product: ("mixed",),
     batch_laid_across: ("mixed",),
     rows_by_label: ("mixed",),
+    rows_by_frequency: ("mixed",),
+    bags_by_frequency: ("mixed",),
     bags_by_offsets: ("mixed",),
     edges_of_batch: ("mixed",),
     reduced_by_number: ("mixed",),

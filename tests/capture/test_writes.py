@@ -53,6 +53,16 @@ def test_a_pure_form_takes_the_same_by_whatever_name(in_place, args, pure):
     assert pure_form(recorder(), NODE, in_place, (Ref("x"), *args))[0] is pure
 
 
+def test_a_pure_form_is_given_what_the_op_in_place_takes_by_default():
+    """`x.bernoulli_()` draws with 0.5; its pure form must be told."""
+    target, args, _ = pure_form(recorder(), NODE, aten.bernoulli_.float, (Ref("x"),))
+    assert (target, args) == (aten.bernoulli.p, (Ref("x"), 0.5))
+    target, args, _ = pure_form(recorder(), NODE, aten.normal_.default, (Ref("x"),))
+    assert (target, args) == (aten.normal_functional.default, (Ref("x"),))
+    target, args, _ = pure_form(recorder(), NODE, aten.add_.Tensor, (Ref("x"), Ref("p")))
+    assert args == (Ref("x"), Ref("p"))
+
+
 def test_an_op_with_an_out_without_it():
     record = recorder()
     given = (("out", Ref("x")),)

@@ -124,6 +124,14 @@ def test_no_devices(planner, write_model):
     assert "--gpus 0" in complaint
 
 
+@pytest.mark.parametrize("option", ["--gpus", "--microbatch-size"])
+def test_more_than_plans_count(planner, write_model, option):
+    given = {"--gpus": 2, "--global-batch": 2**22} | {option: 2**21}
+    flat = [str(each) for pair in given.items() for each in pair]
+    complaint = planner("search", write_model(), *SEARCH[:2], *flat).complaint
+    assert f"{option} {2**21} was given; plans count to {2**20} of them" in complaint
+
+
 def test_devices_that_do_not_divide_the_batch(planner, write_model):
     """V11: 7 devices cannot share 4 samples, and are not rounded to 4."""
     complaint = planner(

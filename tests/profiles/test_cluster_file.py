@@ -91,6 +91,10 @@ def test_tiers_are_those_of_the_group_or_of_all_from_the_innermost_out(tmp_path)
     [
         (('name = "new"', 'name = "a+b"'), r"a group called 'a\+b'; plans join names"),
         (("nodes = 4", "nodes = 0"), "wrong at group.1.nodes"),
+        (
+            ("nodes = 4", "nodes = 4\ndevices_per_node = 99999999"),
+            "wrong at group.1.devices_per_node: Input should be less than or equal to 1048576",
+        ),
         (("gb_per_s = 5", "gbps = 5"), "wrong at between"),
         (('name = "new"', 'name = "a100-sxm4-80gb"'), "several groups called 'a100-sxm4-80gb'"),
         (('group = "a100-sxm4-80gb"', 'group = "old"'), "a tier of group 'old'; its groups are"),

@@ -7,12 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from costmodel.estimate import rank_bytes_by_group
+from costmodel import estimate
+from costmodel.estimate import cost_cache, rank_bytes_by_group
+from costmodel.uncertainty import Interval, plan_memory_interval
 from planner.errors import LayoutError
 from planner.language.plan import Plan
 from search import SearchRequest, find_plan
 from search.candidates import Candidates
 from search.nodes.replicas_on_groups import near_shares
+from search.report.overview import find_overview
+from search.report.report_numbers import gather_report
 from tests.referees.groups import bytes_of_groups, every_shared_plan, with_memory, within
 from tests.search.test_device_groups import random_cluster, searched, two_speeds
 from tests.search.test_own_meshes import pooled
@@ -31,6 +35,30 @@ def test_faster_devices_take_more_samples():
     by_group = dict(zip(("fast", "slow"), plan.shares[1:3], strict=True))
     assert by_group["fast"] > 2 * by_group["slow"]
     assert Plan.model_validate(plan.model_dump(mode="json")) == plan
+
+
+def test_a_plan_over_groups_is_shown():
+    """Rates and limits are of the groups that its replicas lie on, wherever it is printed."""
+    graph, machine = graph_of("equal"), two_speeds()
+    plan = find_plan(graph, machine, request(global_batch=20, tp=1)).plan
+    assert plan is not None
+    costs = cost_cache(graph, machine, 4)
+    priced = estimate(graph, machine, plan, costs=costs)
+    (group,) = priced.device_groups
+    by_group = rank_bytes_by_group(plan, costs, [0])[0]
+    assert by_group[group] == max(by_group.values()) == priced.peak_bytes
+    view = find_overview(plan, costs, priced, Interval(low_s=1.0, high_s=2.0, basis="a test"))
+    devices = {each.name: each.profile for each in machine.groups}
+    assert view.limit_bytes == (devices[group].memory_bytes,)
+    assert view.mfu is None or view.mfu > 0
+    peaks = [dict(each.cluster.peak_flop_per_s)["float32"] for each in devices.values()]
+    if view.mfu is not None:  # two devices of each group
+        assert view.mfu == pytest.approx(priced.flop / (priced.step_s * 2 * sum(peaks)))
+    numbers = gather_report(plan, costs, priced, view.interval)
+    assert [network.name for network in numbers.networks] == [
+        each.cluster.name for each in devices.values()
+    ]
+    assert plan_memory_interval(plan, machine) is not None
 
 
 def test_equal_devices_take_equal_parts():

@@ -712,6 +712,11 @@ def _(rng, n):
     return one_op("aten.dropout.default", randn(*sizes(rng, n, 2)), 0.5, False)
 
 
+@case("native_dropout_off")
+def _(rng, n):
+    return one_op("aten.native_dropout.default", randn(*sizes(rng, n, 2)), 0.5, False)
+
+
 # -- convolution, pooling, their norms -----------------------------------------------------
 
 

@@ -140,6 +140,8 @@ def _rrelu(a: _Args) -> Tensor:
 
 
 def _dropout(a: _Args) -> tuple[Tensor, Tensor]:
+    if a["train"] is False:
+        return a["input"].clone(), torch.ones_like(a["input"], dtype=torch.bool)
     kept = torch.full_like(a["input"], 1 - a["p"] > _POINT, dtype=torch.bool)
     return a["input"] * kept / max(1 - a["p"], _POINT), kept  # (no more than _POINT: none is kept)
 

@@ -14,7 +14,7 @@ from planner.capture.checks.functions import FunctionCall
 from planner.capture.checks.stays_on_meta import OnMeta
 from planner.capture.diagnose import node_line
 from planner.capture.opaque import ModuleCall, OpaqueModules, Place
-from planner.capture.reading.record import Exported, Recorder, is_composite, is_view
+from planner.capture.reading.record import READ_DETACHED, Exported, Recorder, is_composite, is_view
 from planner.capture.reading.sparse import dense_where_mixed
 from planner.capture.reading.writes import (
     Env,
@@ -305,7 +305,7 @@ class Reader:
         self._copy_written_buffers(node, env)
         args = self._arg(node.args, env)
         kwargs = tuple((k, self._arg(v, env)) for k, v in node.kwargs.items())
-        if not self._grad_enabled:
+        if not self._grad_enabled or packet in READ_DETACHED:
             args, kwargs = self._without_gradient(node, args, kwargs, env)
         if packet in ("alias", "lift_fresh_copy", "lift_fresh"):
             return args[0]
@@ -343,6 +343,8 @@ class Reader:
         if target._schema.is_mutable and not _is_counted(args, self._counters):
             if packet.endswith("_"):
                 target, args, written = pure_form(self.record, node, target, args)
+                if packet in READ_DETACHED:
+                    args = (self._detach(args[0], node), *args[1:])
             else:
                 target, kwargs, written = without_out(self.record, node, target, args, kwargs)
             if self.record.tensors[root_of(self.record, written).name].kind == "buffer":

@@ -24,6 +24,11 @@ _WITHOUT_GRADIENT = frozenset(
 )
 """Ops whose floating results have no gradient, whatever they are given."""
 
+READ_DETACHED = frozenset(("randint_like", "bernoulli_", "normal_"))
+"""Of these ops those that fail in a backward where what they read has a gradient, as Python's call
+does not: it makes the first outside of autograd, and a write's pure form lacks the derivative of
+the write, which is zero."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:

@@ -9,7 +9,7 @@ nothing else reads (`num_batches_tracked`) is written in place.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,7 +55,19 @@ def pure_form(
             f"the in-place op {target}{node_line(node)} has no pure form; "
             "write the out-of-place form"
         )
-    return pure, args, written
+    return pure, _with_defaults(target, pure, args, node.kwargs), written
+
+
+def _with_defaults(target: Any, pure: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return the args with what `target` takes where nothing is given and its pure form does not:
+    `bernoulli_()` draws with p = 0.5, and `bernoulli.p` has no such default.
+    """
+    taken = [a for a in target._schema.arguments if not a.kwarg_only]
+    pairs = list(zip(taken, pure._schema.arguments, strict=False))[len(args) :]
+    differ = [a.default_value != b.default_value for a, b in pairs]
+    # Up to the last that differs: arguments are given by their places.
+    missing = [a for at, (a, _) in enumerate(pairs) if any(differ[at:])]
+    return (*args, *(a.default_value for a in missing if a.name not in kwargs))
 
 
 def _of_arguments(target: Any, name: str) -> Any:

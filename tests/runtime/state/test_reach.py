@@ -180,3 +180,13 @@ def test_state_made_with_an_optimizer_takes_the_shape_of_a_piece():
     state["sum"][0, 0] = 1.0
     with pytest.raises(ValueError, match="sum is not the same everywhere"):
         fresh_state(state, whole, piece)
+
+
+def test_adagrad_of_a_parameter_without_elements_begins_as_others_do():
+    none = torch.nn.Parameter(torch.zeros(0, 16))
+    optimizer = torch.optim.Adagrad([none], initial_accumulator_value=0.5)
+    assert fresh_state(optimizer.state[none], none, none)["sum"].shape == (0, 16)
+    given = torch.optim.Adagrad(
+        [none, torch.nn.Parameter(torch.ones(4, 4))], initial_accumulator_value=0.5
+    )
+    assert reaches(given) == reaches(torch.optim.Adagrad(given.param_groups[0]["params"][1:]))

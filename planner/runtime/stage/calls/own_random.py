@@ -126,7 +126,7 @@ def _dropout(stream: int, x: Tensor, p: float, train: bool) -> Tensor:
 def _native_dropout(
     stream: int, x: Tensor, p: float, train: bool | None = True
 ) -> tuple[Tensor, Tensor]:
-    if not train:
+    if train is not None and not train:
         return x, torch.ones_like(x, dtype=torch.bool)
     kept = _kept(stream, x, p)
     # 1 / (1 - p) keeps the expectation; with p = 1 nothing is left to scale.

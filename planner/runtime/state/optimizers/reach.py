@@ -239,7 +239,9 @@ def _copy(
         group.update({k: False for k in _HOW if k in group})
         if group.get("lr") is not None:
             group["lr"] = _LR
-    example = next((p for p in optimizer.param_groups[at]["params"] if p in optimizer.state), None)
+    held = [p for p in optimizer.param_groups[at]["params"] if p in optimizer.state]
+    # (The state of no elements does not say what others begin with.)
+    example = next((p for p in held if p.numel()), next(iter(held), None))
     if example is not None:
         for param in params:
             state[param] = fresh_state(optimizer.state[example], example, param)
@@ -261,7 +263,7 @@ def fresh_state(state: Mapping[str, Any], old: Tensor, new: Tensor) -> dict[str,
         if isinstance(value, DTensor):
             value = value.to_local()
         number = value.flatten()[:1]
-        if not bool((value == number).all()):
+        if value.numel() and not bool((value == number).all()):
             raise ValueError(f"{name} is not the same everywhere")
         made[name] = torch.full_like(new.detach(), number.item() if value.numel() else 0.0)
     return made

@@ -28,6 +28,16 @@ def test_ranks_differ_and_a_recomputation_does_not(name, monkeypatch):
     assert torch.equal(drawn(target, 0, 0.5, False, monkeypatch=monkeypatch), X)
 
 
+def test_a_mode_that_is_not_said_is_training(monkeypatch):
+    """`torch.native_dropout(x, p, None)` drops."""
+    said, unsaid = (
+        drawn("aten.native_dropout.default", 0, 0.5, train, monkeypatch=monkeypatch)
+        for train in (True, None)
+    )
+    assert torch.equal(said, unsaid)
+    assert not torch.equal(unsaid, X)
+
+
 def test_what_is_kept_is_scaled_up(monkeypatch):
     y = drawn("aten.dropout.default", 0, 0.25, True, monkeypatch=monkeypatch)
     assert y.unique().tolist() == pytest.approx([0.0, 4 / 3])

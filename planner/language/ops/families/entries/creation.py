@@ -59,7 +59,8 @@ def dropout(call: Call) -> Iterator[OpSharding]:
     """Masks are equal on replicas and independent on shards."""
     yield from pointwise(call)
     if not _draws(call):
-        yield OpSharding(inputs=(P,), outputs=(P,))
+        # (A mask that is returned beside has ones.)
+        yield OpSharding(inputs=(P,), outputs=(P, *(R for _ in call.outputs[1:])))
 
 
 def dropout_on_shard(placed: Placed) -> LocalForm:
@@ -82,12 +83,14 @@ def own_stream(placed: Placed) -> LocalForm:
 
 def _draws(call: Call) -> bool:
     """Whether a dropout op draws a mask at all."""
-    return bool(call.arg(2, "train", True)) and call.arg(1, "p", 0.5) > 0
+    return _drop_probability(call) > 0
 
 
 def _drop_probability(call: Call | KernelCall) -> float:
     """Return the probability of a dropout op, 0.0 when it is not in training mode."""
-    return float(call.arg(1, "p", 0.5)) if call.arg(2, "train", True) else 0.0
+    train = call.arg(2, "train", True)
+    # (None stands for training, which `native_dropout` takes.)
+    return float(call.arg(1, "p", 0.5)) if train is None or train else 0.0
 
 
 def _as_it_is(call: KernelCall, position: int) -> View | None:

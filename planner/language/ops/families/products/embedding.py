@@ -142,11 +142,13 @@ def _bags(step: Step) -> tuple[State, ...] | None:
     """Table, numbers of all bags in a row, where each bag begins: a row for each bag.
 
     Where bags begin at numbers that come with the batch, a part's numbers are other samples'.
+    Gradients that are divided by how often the batch has a row can't be made of parts.
     """
     table, numbers, begins = step.states[:3]
     starts_in_rows = begins.points == IN_ORDER and begins.order == IN_ORDER
     starts_in_rows &= begins.each == step.each(step.op.inputs[1], 0)
-    if not table.is_whole or numbers.rows != Shard(0) or numbers.order or not starts_in_rows:
+    in_parts = table.is_whole and numbers.rows == Shard(0) and not numbers.order and starts_in_rows
+    if not in_parts or step.arg(3, "scale_grad_by_freq", False):
         if not any(state.rows for state in step.states):
             return None
         step.blame("mixed")
