@@ -52,13 +52,17 @@ class StorageMap:
     """Strides of each tensor, in elements."""
     views: frozenset[str]
     """Names of tensors whose op allocated nothing."""
+    is_compiled: bool = False
+    """Whether its ops run as kernels of compiled graphs."""
 
     def call(self, op: Op) -> KernelCall:
         """Return an op as the rules of its family read it."""
         return KernelCall(op, self.program.tensor, self.strides, self.device_type)
 
 
-def map_storages(program: Program, *, device_type: str = "cuda") -> StorageMap:
+def map_storages(
+    program: Program, *, device_type: str = "cuda", is_compiled: bool = False
+) -> StorageMap:
     """Follow views through a bound program."""
     storage: dict[str, Storage] = {}
     strides: dict[str, Strides] = {}
@@ -88,6 +92,7 @@ def map_storages(program: Program, *, device_type: str = "cuda") -> StorageMap:
         storage=storage,
         strides=strides,
         views=frozenset(views),
+        is_compiled=is_compiled,
     )
 
 
@@ -135,14 +140,16 @@ def saved_tensors(
     deferred: frozenset[str] = frozenset(),
     held_anyway: frozenset[str] = HELD_ANYWAY,
     instead: SavedInstead = NOTHING_INSTEAD,
+    is_compiled: bool = False,
 ) -> SavedTensors:
     """Return what the backward of a bound program needs from its forward.
 
     deferred: products whose weight gradients are deferred. They save all inputs as they are given.
     held_anyway: kinds of tensors that are in memory whether saved or not.
     instead: what backwards make again.
+    is_compiled: whether ops run as kernels of compiled graphs.
     """
-    storages = map_storages(program, device_type=device_type)
+    storages = map_storages(program, device_type=device_type, is_compiled=is_compiled)
     seen: set[str] = set()
     by_op = {}
     saved = {

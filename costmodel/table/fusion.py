@@ -10,7 +10,7 @@ what is needed outside is written.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 from typing import Literal
 
@@ -33,7 +33,12 @@ Seconds = tuple[float, float]
 
 
 def fused_groups(program: Program) -> tuple[tuple[Op, ...], ...]:
-    """Return the ops of each fused kernel of two ops or more, views among them.
+    """Return the ops of each fused kernel of two ops or more, views among them."""
+    return tuple(ops for ops in _joined(program) if len(ops) > 1)
+
+
+def _joined(program: Program) -> tuple[tuple[Op, ...], ...]:
+    """Return the ops that fuse, by the kernel that each is of.
 
     An op's depth is the most products (or other ops that don't fuse) on a way to it; ops of
     equal depth that are joined by their values fuse. A way out of a group and back into it
@@ -61,7 +66,32 @@ def fused_groups(program: Program) -> tuple[tuple[Op, ...], ...]:
             members[other] = []
         members[group].append(op)
         group_of.update(dict.fromkeys(op.outputs, group))
-    return tuple(tuple(ops) for ops in members.values() if len(ops) > 1)
+    return tuple(map(tuple, members.values()))
+
+
+def fused_kernels(program: Program, views: Collection[str]) -> tuple[tuple[Op, ...], ...]:
+    """Return the ops of each kernel that a compiler makes of ops that fuse, of one alone, too;
+    those of views alone are none. An op that is `inlined` is several kernels, of which the first
+    makes what only this op reads: they count as one.
+    """
+    groups = [
+        ops
+        for ops in _joined(program)
+        if any(name not in views for op in ops for name in op.outputs)
+    ]
+    for last in (op for op in program.ops if record_of(op.target).inlined):
+        ahead = [ops for ops in groups if _only_for(last, ops, program)]
+        groups = [ops for ops in groups if ops not in ahead]
+        groups.append((*(op for ops in ahead for op in ops), last))
+    return tuple(groups)
+
+
+def _only_for(reader: Op, ops: Collection[Op], program: Program) -> bool:
+    """Whether an op reads what others make, and nobody else does."""
+    made = {name for op in ops for name in op.outputs}
+    inside = {op.name for op in ops}
+    readers = {op.name for op in program.ops if not made.isdisjoint(op.inputs)} - inside
+    return readers == {reader.name} and made.isdisjoint(program.outputs)
 
 
 def module_groups(program: Program) -> tuple[tuple[Op, ...], ...]:

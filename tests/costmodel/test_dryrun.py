@@ -205,6 +205,16 @@ def test_logits_in_chunks_are_in_the_dry_run(layout, precision):
     assert most > 1.3 * least
 
 
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+def test_whole_logits_of_a_divided_vocabulary_are_in_the_dry_run(precision):
+    """X10: within 1%. Beside the logits there is one tensor as large, in fp32."""
+    graph = wide(precision)
+    costs = CostCache(graph, CpuProfile())
+    plan = default_plan(graph, tp=2, microbatch_size=8, num_microbatches=2)
+    plan = plan.model_copy(update={"precision": precision})
+    assert_every_rank(plan, replace(tiny_models()["gpt"], build=WideGPT), graph, costs)
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -75,6 +75,7 @@ def block_bytes(
             deferred=names,
             held_anyway=held_anyway,
             instead=instead,
+            is_compiled=is_compiled,
         )
         return _block_bytes(
             saved,

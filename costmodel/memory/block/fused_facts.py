@@ -19,8 +19,8 @@ from costmodel.memory.block.backward_facts import (
     backward_facts,
 )
 from costmodel.memory.saved import SavedTensors, StorageMap
-from costmodel.table.fusion import fused_groups
-from planner.language.graph import Op, Program, Ref
+from costmodel.table.fusion import fused_kernels
+from planner.language.graph import Program, Ref
 from planner.language.ops.call import ProductArgs
 from planner.language.ops.record import family_of
 
@@ -38,7 +38,7 @@ class MadeLate(NamedTuple):
 def made_late(saved: SavedTensors, products: Collection[str], again: Collection[str]) -> MadeLate:
     """Return what the backward of a program makes late of the ops named in `again`."""
     storage = saved.storages.storage
-    kernels = {op.name for ops in _kernels(saved.storages) for op in ops}
+    kernels = {op.name for ops in fused_kernels(saved.program, saved.storages.views) for op in ops}
     makers = {name: op.name for op in saved.program.ops for name in op.outputs}
     readers: defaultdict[str, set[str]] = defaultdict(set)
     for op, mine in saved.saved.items():
@@ -109,30 +109,37 @@ def compiled_facts(
 def fused_steps(steps: Sequence[OpFacts], storages: StorageMap) -> tuple[OpFacts, ...]:
     """Return the steps of a program's backward, last op first, with those of each kernel as one.
 
-    A kernel runs when the first of its ops would: then all gradients that it takes are there.
+    A kernel runs when the first of its ops would, or ahead of an op that takes a gradient of it:
+    between two of a kernel's ops stand others, which make what it takes.
     """
-    kernels = {op.name: ops for ops in _kernels(storages) for op in ops}
-    parts: defaultdict[str, list[OpFacts]] = defaultdict(list)
-    found = []
+    program = storages.program
+    kernels = {op.name: ops for ops in fused_kernels(program, storages.views) for op in ops}
+    readers: defaultdict[str, list[str]] = defaultdict(list)
+    for op in program.ops:
+        for name in op.inputs:
+            readers[name].append(op.name)
+    step_of = {step.op.name: step for step in steps}
+    found: list[OpFacts] = []
+    run: set[str] = set()
+
+    def run_with(step: OpFacts) -> None:
+        """Run an op's backward, or that of its kernel, behind those that make what it takes."""
+        if step.op.name in run:
+            return
+        ops = kernels.get(step.op.name, (step.op,))
+        run.update(op.name for op in ops)
+        for reader in (r for op in ops for name in op.outputs for r in readers[name]):
+            run_with(step_of[reader])
+        if step.op.name in kernels:
+            found.append(_kernel_step([step_of[op.name] for op in reversed(ops)], program))
+        else:
+            found.append(step)
+
     for step in steps:
         ops = kernels.get(step.op.name)
-        if ops is None:
-            found.append(step)
-            continue
-        mine = parts[ops[0].name]
-        mine.append(step)
-        if len(mine) == len(ops):
-            found.append(_kernel_step(mine, storages.program))
+        if ops is None or step.op is ops[0]:
+            run_with(step)
     return tuple(found)
-
-
-def _kernels(storages: StorageMap) -> list[tuple[Op, ...]]:
-    """Return the ops of each fused kernel; views alone are none."""
-    return [
-        ops
-        for ops in fused_groups(storages.program)
-        if any(name not in storages.views for op in ops for name in op.outputs)
-    ]
 
 
 def _kernel_step(parts: Sequence[OpFacts], program: Program) -> OpFacts:

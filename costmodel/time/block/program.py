@@ -34,7 +34,7 @@ from planner.language.ops.families.losses.in_chunks import LOSS_IN_CHUNKS
 from planner.language.ops.families.products.rings import RING
 from planner.language.ops.flops import op_kernels
 from planner.language.ops.record import why_eager, why_no_graph
-from planner.language.ops.weight_products import deferrable_products, in_pieces
+from planner.language.ops.weight_products import deferrable_products, in_pieces, products_beside
 from profiles import OpQuery, Profile
 from profiles.records import Direction
 
@@ -194,6 +194,8 @@ def profiled_times(
         views=backward_views + backward_more,
         products=len(products),
         moves=back_moves,
+        # A compiled backward is cut at each collective beside which weight gradients are made.
+        calls=len(products_beside(local)) if beside and kernels == "fused" else 0,
     )
     # Each collective waits for the slowest of its ranks.
     forward_comm_s += profile.wait_seconds(
@@ -297,12 +299,14 @@ def _with_host(
     views: int,
     products: int,
     moves: int,
+    calls: int = 0,
 ) -> Spent:
     """Return the time of a whole block from the sum of its ops.
 
     The host feeds ops one by one: a device that computes asynchronously is never ahead of
     `Profile.host_seconds` of them, of which `products` and `moves` (redistributions) take longest;
-    compiled code calls neither by itself. A CPU pays `launch_overhead_s` for views, whose time no
+    compiled code calls neither by itself. `calls` are those of graphs beyond the block's one, which
+    no measured block has. A CPU pays `launch_overhead_s` for views, whose time no
     op lookup holds. Where
     whole blocks were measured, the ratio to their ops' sum is applied; on a CPU it has the
     views in it. Ratios of compiled blocks are those of fused kernels.
@@ -314,7 +318,8 @@ def _with_host(
         host_s = (
             profile.host_seconds(direction, ops=ops, products=products, redistributions=moves)
             if kernels == "eager"
-            else ops * profile.launch_overhead_s
+            else (ops + calls) * profile.launch_overhead_s
         )
         return Spent(device_s, max(0.0, host_s - device_s))
-    return Spent(device_s, views * profile.launch_overhead_s if correction == 1.0 else 0.0)
+    views = views if correction == 1.0 else 0
+    return Spent(device_s, (views + calls) * profile.launch_overhead_s)

@@ -163,6 +163,10 @@ class OpFamily:
     unreduced: Callable[[KernelCall, Sequence[str]], int] | None = None
     """Bytes of the backward before gradients are summed to their inputs' shapes."""
 
+    inlined: bool = False
+    """An op of ours that a compiled graph holds as the ops that it is made of. Nothing is in
+    memory between those, nor of what fuses with them ahead."""
+
     # ---- recomputation, randomness, writes
     recomputed: bool = True
     """Selective recomputation runs it again: cheap beside the memory that it frees."""

@@ -62,3 +62,70 @@ def test_what_kernels_make_again_is_theirs_alone():
     assert block.recomputed_bytes == 0
     # c's gradient, and c itself.
     assert block.backward(first=False).rise_bytes == 2 * SIZE
+
+
+GATED = {
+    "up": ("aten.mm.default", ("x", "w")),
+    "act": ("aten.silu.default", ("up",)),
+    "gate": ("aten.mm.default", ("x", "v")),
+    "mul": ("aten.mul.Tensor", ("act", "gate")),
+    "down": ("aten.mm.default", ("mul", "u")),
+}
+
+
+def test_a_kernel_runs_ahead_of_products_between_its_ops():
+    """silu and mul are one kernel, which makes the gradients of both products: the weight of the
+    product between them has a gradient as all others do.
+    """
+    program = program_of(GATED, inputs=("x",), params=("w", "v", "u"), outputs=("down",))
+    saved = saved_tensors(program, device_type="cpu")
+    facts = compiled_facts(saved, deferrable_products(program), (), saved.roots)
+    assert [step.op.name for step in facts.ops] == ["down", "act", "gate", "up"]
+    block = block_bytes(
+        program, device_type="cpu", recompute="none", recomputed=frozenset(), is_compiled=True
+    )
+    assert block.backward(first=True).made == {"w", "v", "u"}
+
+
+def test_a_compiled_forward_has_nothing_between_ops_of_a_kernel():
+    """By hand: a product, and three ops on its result that nothing saves but the last two."""
+    program = program_of(
+        {
+            "a": ("aten.mm.default", ("x", "w")),
+            "b": ("aten.neg.default", ("a",)),
+            "c": ("aten.neg.default", ("b",)),
+            "d": ("aten.neg.default", ("c",)),
+        },
+        inputs=("x",),
+        params=("w",),
+        outputs=("d",),
+    )
+    rises = [
+        block_bytes(
+            program, device_type="cpu", recompute="none", recomputed=frozenset(), is_compiled=kind
+        ).forward_rise_bytes
+        for kind in (False, True)
+    ]
+    assert rises == [2 * SIZE, 2 * SIZE]  # op by op two at a time; the kernel's input and result
+
+
+def loss_of_a_divided_vocabulary():
+    call = ("planner.vocab_cross_entropy", ("cast", "y"))
+    return program_of(
+        {"a": ("aten.mm.default", ("x", "w")), "cast": ("aten.neg.default", ("a",)), "loss": call},
+        inputs=("x", "y"),
+        params=("w",),
+        outputs=("loss",),
+    )
+
+
+def test_a_loss_of_a_divided_vocabulary_is_one_kernel_with_what_is_ahead_of_it():
+    """The kernel takes the product's result, saves probabilities, and makes the gradient of that
+    result: what stands between has no memory.
+    """
+    program = loss_of_a_divided_vocabulary()
+    saved = saved_tensors(program, device_type="cpu")
+    facts = compiled_facts(saved, deferrable_products(program), (), saved.roots)
+    assert [step.op.name for step in facts.ops] == ["cast", "a"]
+    assert [g.name for g in facts.ops[0].gradients if g.name != "y"] == ["a"]
+    assert facts.ops[0].scratch_bytes == 0

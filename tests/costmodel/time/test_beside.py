@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from costmodel import CostCache
+from costmodel.execution import find_execution
 from costmodel.time.block.compute import op_seconds, redistribute_seconds
 from costmodel.topology import lowered_groups
 from planner.language.layout.axes import Degrees
@@ -23,12 +24,12 @@ def layer_of(graph):
     return graph.blocks[1].class_index
 
 
-def priced(profile, *, beside):
+def priced(profile, *, beside, execution="ours-eager"):
     graph = capture("small-gpt")
     plan = default_plan(graph, tp=2)
     layer = layer_of(graph)
     layouts = tuple(layout for layout in plan.layouts if layout.class_index == layer)
-    costs = CostCache(graph, profile)
+    costs = CostCache(graph, profile, execution=find_execution(execution))
     times = costs.block(layer, 8, TP, layouts, beside=beside).times
     return costs.local(layer, 8, TP, layouts), times
 
@@ -80,3 +81,15 @@ def test_a_cpu_hides_nothing():
     _, beside = priced(CpuProfile(), beside=True)
     assert beside.comm_backward_s == alone.comm_backward_s
     assert beside.weight_s < alone.weight_s
+
+
+@pytest.mark.parametrize(("kernels", "launches"), [("ours-eager", 0), ("ours-compiled", 1)])
+def test_each_cut_of_a_compiled_backward_is_a_launch_more(kernels, launches):
+    """The host alone takes time: a launch of 1 s, beside which all else is nothing."""
+    machine, how = Machine(launch_overhead_s=1.0), kernels
+    local, alone = priced(machine, beside=False, execution=how)
+    _, beside = priced(machine, beside=True, execution=how)
+    cuts = len(products_beside(local))
+    assert cuts > 1
+    rise_s = beside.backward_s - alone.backward_s
+    assert rise_s == pytest.approx(launches * cuts, abs=1e-3)

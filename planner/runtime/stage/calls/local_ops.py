@@ -272,16 +272,19 @@ class _VocabCrossEntropy(torch.autograd.Function):
         num_local = x.shape[-1]
         num_classes = num_local * collectives.size(group)
         # Shifted by the largest logit of all ranks, exp cannot overflow. The shift cancels.
-        largest = reduce_over(x.amax(-1), group, "max")
-        shifted = x - largest.unsqueeze(-1)
+        largest = reduce_over(x.amax(-1), group, "max").unsqueeze(-1)
+        # One tensor as large as the logits, written over: shifted, exponentials, probabilities. It
+        # is the logits' cast where they have one.
+        shifted = x - largest if x.dtype == logits.dtype else x.sub_(largest)
         local = target - collectives.rank(group) * num_local
         is_here = (local >= 0) & (local < num_local) & (target != ignore_index)
         local = local.masked_fill(~is_here, 0)
-        exponentials = shifted.exp()
         at_target = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0)
+        total = shifted.sum(-1)
+        exponentials = shifted.exp_()
         # Sums over this rank's classes, in one message: of exponentials, of the target's logit (0
         # on ranks that lack it), of all logits (for the smoothing).
-        parts = torch.stack([exponentials.sum(-1), at_target, shifted.sum(-1)])
+        parts = torch.stack([exponentials.sum(-1), at_target, total])
         denominator, at_target, total = reduce_over(parts, group, "sum").unbind(0)
         kept = target != ignore_index
         # (1 - e) (-log p[target]) + e / C sum over c of (-log p[c]), with log p[c] = shifted[c] -
@@ -289,7 +292,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         losses = denominator.log() - (1 - smoothing) * at_target - smoothing / num_classes * total
         is_beyond = beyond(target, num_classes, what=A_LABEL, ignored=ignore_index)
         losses.masked_fill_(is_beyond, torch.nan)
-        probabilities = exponentials / denominator.unsqueeze(-1)
+        probabilities = exponentials.div_(denominator.unsqueeze(-1))
         ctx.save_for_backward(probabilities, local, is_here, kept)
         ctx.dim, ctx.smoothing, ctx.num_classes, ctx.dtype = (
             dim,
@@ -302,12 +305,19 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, local, is_here, kept = ctx.saved_tensors
-        taken = is_here.to(probabilities.dtype) * (ctx.smoothing - 1)
-        # On ranks without the target 0 is added to class 0.
+        taken = (is_here.to(probabilities.dtype) * (ctx.smoothing - 1)).unsqueeze(-1)
+        local = local.unsqueeze(-1)
         slopes = probabilities - ctx.smoothing / ctx.num_classes
-        slopes = slopes.scatter_add(-1, local.unsqueeze(-1), taken.unsqueeze(-1))
-        scaled = slopes * grad.masked_fill(~kept, 0).unsqueeze(-1)
-        return scaled.movedim(-1, ctx.dim).to(ctx.dtype), None, None, None, None
+        if torch.compiler.is_compiling():
+            # The same numbers in a form that one fused kernel makes of the probabilities: a
+            # compiler would write what it scatters to apart from what follows.
+            classes = torch.arange(slopes.shape[-1], device=slopes.device)
+            slopes = slopes + torch.where(classes == local, taken, 0)
+        else:
+            # On ranks without the target 0 is added to class 0.
+            slopes.scatter_add_(-1, local, taken)
+        slopes.mul_(grad.masked_fill(~kept, 0).unsqueeze(-1))
+        return slopes.movedim(-1, ctx.dim).to(ctx.dtype), None, None, None, None
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -116,15 +116,17 @@ def _local_probabilities(call: KernelCall) -> Saved:
 
 
 def _local_logits(call: KernelCall, *, forward: bool) -> int:
-    """Forward: shifted logits and their exponentials beside the probabilities, and by sample the
-    maximum, three sums before and after they are reduced, two losses and a flag. Backward: the
-    gradient before and after the targets' share is added, and by sample that share and the loss's
-    gradient.
+    """Forward, by sample: the maximum, three sums before and after they are reduced, two losses
+    and a flag. Backward: the gradient in fp32 where logits are narrower; by sample the target's
+    share of it and the loss's gradient.
     """
     logits, labels = call.op.inputs[:2]
-    element = max(4, call.element_bytes(logits))
-    whole, samples = call.numel(logits) * element, call.numel(labels)
-    return 2 * whole + samples * (9 * element + 1) if forward else whole + 2 * samples * element
+    size = call.element_bytes(logits)
+    element, samples = max(4, size), call.numel(labels)
+    if forward:
+        return samples * (9 * element + 1)
+    cast = call.numel(logits) * element if size < element else 0
+    return cast + 2 * samples * element
 
 
 def _beside_probabilities(call: KernelCall, *, forward: bool) -> int:
@@ -163,6 +165,7 @@ register(
         local_form=vocab_cross_entropy_on_shard,
         saved=_local_probabilities,
         scratch=_local_logits,
+        inlined=True,
         recomputed=False,
     )
 )
