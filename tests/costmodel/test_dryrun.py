@@ -84,13 +84,13 @@ LAYOUTS = [
 ]
 
 
-def assert_every_rank(plan, model, graph, costs, within=0.01):
+def assert_every_rank(plan, model, graph, costs, within=0.01, under=None):
     predicted = estimate(graph, costs.profile, plan, costs=costs).memory
     for pp_rank in range(plan.pp):
         rank = (pp_rank + 1) * plan.world_size // plan.pp - 1
         run = dry_run(plan, graph, model.build, rank=rank, on_gloo=True)
         error = float(predicted[pp_rank].tensor_bytes) / run.peak_bytes - 1
-        assert abs(error) < within, f"pp rank {pp_rank}: {error:+.2%}"
+        assert -(under or within) < error < within, f"pp rank {pp_rank}: {error:+.2%}"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -274,12 +274,14 @@ def test_what_a_second_run_might_read_stays_to_the_end_of_the_first():
     ids=str,
 )
 def test_compiled_blocks_hold_what_their_graphs_do(gpt, layout):
-    """X10: within 4% of graphs that run op by op, where all that a kernel fuses has memory."""
+    """X10: at most 4% above graphs that run op by op, where all that a kernel fuses has memory, and
+    10% below: forwards are walked kernel by kernel.
+    """
     model, graph, _ = gpt
     plan = default_plan(graph, **{"microbatch_size": 8, "num_microbatches": 2, **layout})
     plan = plan.model_copy(update={"kernels": "compiled"})
     costs = CostCache(graph, CpuProfile(), execution=find_execution("ours-compiled"))
-    assert_every_rank(plan, model, graph, costs, within=0.04)
+    assert_every_rank(plan, model, graph, costs, within=0.04, under=0.1)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +299,7 @@ def test_weight_gradients_of_compiled_blocks_beside_collectives(gpt, layout):
     plan = default_plan(graph, **{"microbatch_size": 8, "num_microbatches": 2, **layout})
     plan = plan.model_copy(update={"kernels": "compiled", "overlap": "input-gradients"})
     costs = CostCache(graph, CpuProfile(), execution=find_execution("ours-compiled"))
-    assert_every_rank(plan, model, graph, costs, within=0.04)
+    assert_every_rank(plan, model, graph, costs, within=0.04, under=0.1)
 
 
 @cache

@@ -126,7 +126,7 @@ def test_chunks_are_chosen_where_memory_is_short():
             wide(), MACHINE, request(logits=logits, memory_limit_bytes=limit and int(limit * GIB))
         )
         for logits in ("whole", "auto", "chunked")
-        for limit in (None, 4)
+        for limit in (None, 2.5)
     }
     plans = {key: result.plan for key, result in found.items()}
     steps = {key: plan.estimate["step_s"] for key, plan in plans.items() if plan is not None}
@@ -134,13 +134,13 @@ def test_chunks_are_chosen_where_memory_is_short():
     assert plans["auto", None].logit_rows == 0
     assert steps["auto", None] == steps["whole", None]
     assert steps["chunked", None] > steps["whole", None]
-    short = plans["auto", 4]
+    short = plans["auto", 2.5]
     assert short is not None
     assert short.logit_rows == plans["chunked", None].logit_rows == 2048
-    assert steps["auto", 4] < steps.get(("whole", 4), float("inf"))
+    assert steps["auto", 2.5] < steps.get(("whole", 2.5), float("inf"))
     # The plan's own estimate is what the search had.
     again = estimate(wide(), MACHINE, short, costs=CostCache(wide(), MACHINE))
-    assert again.step_s == pytest.approx(steps["auto", 4])
+    assert again.step_s == pytest.approx(steps["auto", 2.5])
 
 
 def test_few_tokens_are_one_chunk():
