@@ -16,8 +16,10 @@ from commands.doors.opened import (
     refuse_other_length,
     refuse_task,
 )
+from planner.emit.targets.megatron_lm import RECIPES
 from planner.errors import ModelError, PlannerError
-from planner.language.plan.parts import Precision
+from planner.language.plan.parts import scaling_named
+from planner.language.stacks.known import MEGATRON_LM
 
 VOCABULARY_MULTIPLE = 128
 """What Megatron-LM pads a vocabulary to a multiple of (--make-vocab-size-divisible-by), times tp,
@@ -133,11 +135,8 @@ def _trained(path: Path, run: Any, gpus: int | None, stack: str) -> dict[str, An
     return found
 
 
-RECIPES: dict[str, tuple[Precision, str, str]] = {
-    "tensorwise": ("fp8-tensorwise", "hybrid", "e5m2"),
-    "mxfp8": ("mxfp8", "e4m3", "e4m3"),
-}
-"""By recipe in 8 bits: a plan's precision, the format that it has, its dtype of gradients."""
+GRADIENTS = {"hybrid": "e5m2", "e4m3": "e4m3"}
+"""Dtypes of gradients in 8 bits, by --fp8-format."""
 
 
 def _precision(run: Any) -> tuple[str, str]:
@@ -150,10 +149,12 @@ def _precision(run: Any) -> tuple[str, str]:
         return wide, ""
     given = f"--{name}-format {run.word(f'{name}-format')}"
     recipe = run.word(f"{name}-recipe") if run.has(f"{name}-recipe") else "its usual"
-    if (name, wide) == ("fp8", "bf16") and recipe in RECIPES:
-        precision, own, gradients = RECIPES[recipe]
-        told = "" if given.endswith(own) else f"{given}: gradients of plans are in {gradients}"
-        return precision, told
+    for precision in MEGATRON_LM.precisions:
+        flags = RECIPES.get(scaling_named(precision), {})
+        if (name, wide, recipe) == ("fp8", "bf16", flags.get("fp8-recipe")):
+            own = flags["fp8-format"]
+            told = f"{given}: gradients of plans are in {GRADIENTS[own]}"
+            return precision, "" if given.endswith(own) else told
     return wide, (
         f"{given} with {recipe} scales is in no plan: it is searched in {wide}; --precision "
         "fp8-tensorwise has one scale a tensor, of its own numbers (--fp8-recipe tensorwise), "
