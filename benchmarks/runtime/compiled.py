@@ -2,24 +2,23 @@
 
 Each model trains under one plan with either kernels, step by step in turns, from equal weights; a
 row has the median step of each, what compiling took before the first step, and how far losses are
-apart. `memory` is the most that this machine's allocator gave in a step of a rank with compiled
-kernels, over that with eager ones, and `memory_off` by how much the estimate of it is off, where
-that of eager ones is exact; of two ranks that which is more off. With a `budget` the machine is
-profiled for each model, its compiled blocks, too, between two such runs, whose mean is held against
-it: `eager_off` and `compiled_off` tell by how much predicted steps are off, `ratio_off` the
-predicted ratio, and `pace` how much longer eager steps took after the profile than before: the
-machine's doing.
+apart. `memory` is the most that tensors took in a step of a rank with compiled kernels, over that
+with eager ones, as the allocator counts on all threads, and `memory_off` by how much the estimate
+of it is off, where that of eager ones is exact; of two ranks that which is more off. With a
+`budget` the machine is profiled for each model, its compiled blocks, too, between two such runs,
+whose mean is held against it: `eager_off` and `compiled_off` tell by how much predicted steps are
+off, `ratio_off` the predicted ratio, and `pace` how much longer eager steps took after the profile
+than before: the machine's doing.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from itertools import accumulate
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from tempfile import NamedTemporaryFile, TemporaryDirectory
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import torch
@@ -29,6 +28,7 @@ from torch import nn
 from benchmarks.harness import Result, benchmark, in_own_process, note, on_ranks
 from costmodel import CostCache
 from costmodel.execution import find_execution
+from tests.counted import most_bytes, start_count
 
 MODELS = ("gpt", "llama", "vit", "mixtral")
 SIZES = {"tiny": (64, 32, 2), "small": (256, 128, 2), "wide": (768, 128, 2)}
@@ -150,6 +150,7 @@ def memory(name: str, shape: tuple[int, int, int], plans: dict[str, str]) -> dic
     from planner.runtime.step.engine import Engine
     from profiles import load_profile
 
+    start_count()
     source = source_of(name, shape)
     graph, plan = planned(source, plans)
     profile = load_profile("h100-sxm5-80gb")  # live bytes are told of tensors alone
@@ -164,7 +165,7 @@ def memory(name: str, shape: tuple[int, int, int], plans: dict[str, str]) -> dic
         batch = source.batch(own.global_batch)
         for _ in range(2):
             engine.step(batch)
-        rises[kernels] = _allocated(lambda engine=engine, batch=batch: engine.step(batch))
+        rises[kernels] = most_bytes(partial(engine.step, batch), times=4)
         del engine
     taken = told["eager"] + rises["compiled"] - rises["eager"]
     return {"memory": taken / told["eager"], "memory_off": told["compiled"] / taken - 1}
@@ -172,19 +173,6 @@ def memory(name: str, shape: tuple[int, int, int], plans: dict[str, str]) -> dic
 
 def _adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3, fused=True)
-
-
-def _allocated(run: Callable[[], Any]) -> int:
-    """Return the most bytes that the allocator of CPU tensors gives in a call, above its start."""
-    with NamedTemporaryFile(suffix=".json") as file:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-            run()
-        profiler.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    of_memory = [event for event in events if event.get("name") == "[memory]"]
-    changes = (event["args"]["Bytes"] for event in sorted(of_memory, key=lambda e: e["ts"]))
-    return max(accumulate(changes), default=0)
 
 
 def planned(source: Any, plans: dict[str, str]) -> tuple[Any, Any]:

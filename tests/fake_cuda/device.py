@@ -12,13 +12,14 @@ import contextlib
 import ctypes
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from tests.fake_cuda.build import guard
+from tests.native import built
 
 assert "torch" not in sys.modules, "import tests.fake_cuda.device before torch"
 # torch looks for the hooks as it is loaded; the guard is registered after it.
-_library = ctypes.CDLL(str(guard()), mode=ctypes.RTLD_GLOBAL)
+_library = ctypes.CDLL(str(built(Path(__file__).with_name("guard.cpp"))), mode=ctypes.RTLD_GLOBAL)
 import torch  # noqa: E402
 
 _library.register_guard()

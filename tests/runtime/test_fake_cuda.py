@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.fake_cuda.build import compiler
 from tests.fake_cuda.cases import CASES, Case
+from tests.native import compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++, which builds the fake CUDA")
 

@@ -96,6 +96,9 @@ class OpFacts(NamedTuple):
     """Of a fused kernel: factors of products that it makes again, for the end of the backward."""
     is_kernel: bool = False
     """Whether it is a fused kernel, which may write over a gradient that it takes."""
+    sums_late: bool = False
+    """Whether it is a fused kernel that makes again what gradients of parameters are sums of (a
+    norm's): the compiler sums these as late as it can, of what the kernel took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,8 +167,7 @@ def backward_walk(
                 if product.rows_bytes is not None:
                     stay_bytes += product.rows_bytes
                     peak = max(peak, live_saved + grads.live + stay_bytes)
-            elif not (step.is_kernel and any(each.is_param for each in made)):
-                # (The compiler sums a norm's weight gradient as late as it can, of what stays.)
+            elif not step.sums_late:
                 for name in arriving:
                     grads.free(name)
         # Autograd frees what an op saved once its backward has run. What the call of a recomputed
@@ -176,7 +175,7 @@ def backward_walk(
         live_saved -= step.extra_bytes + late.freed(
             (root, size)
             for root, size in step.saved
-            if root not in never_freed and root not in results
+            if root not in never_freed and root not in results and not step.sums_late
         )
         if op.name == facts.first_saver:
             # The first op that saved runs backward last. With it goes the block's graph, and the

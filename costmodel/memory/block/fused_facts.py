@@ -94,6 +94,7 @@ def compiled_facts(
             for step in facts.ops
         ],
         saved.storages,
+        again,
     )
     return replace(
         facts,
@@ -106,8 +107,11 @@ def compiled_facts(
     )
 
 
-def fused_steps(steps: Sequence[OpFacts], storages: StorageMap) -> tuple[OpFacts, ...]:
-    """Return the steps of a program's backward, last op first, with those of each kernel as one.
+def fused_steps(
+    steps: Sequence[OpFacts], storages: StorageMap, again: Collection[str] = ()
+) -> tuple[OpFacts, ...]:
+    """Return the steps of a program's backward, last op first, with those of each kernel as one;
+    ops named in `again` run again.
 
     A kernel runs when the first of its ops would, or ahead of an op that takes a gradient of it:
     between two of a kernel's ops stand others, which make what it takes.
@@ -119,6 +123,10 @@ def fused_steps(steps: Sequence[OpFacts], storages: StorageMap) -> tuple[OpFacts
         for name in op.inputs:
             readers[name].append(op.name)
     step_of = {step.op.name: step for step in steps}
+    # A view that is made again costs nothing.
+    again = {op.name for op in program.ops if op.name in again} - {
+        op.name for op in program.ops if storages.views.issuperset(op.outputs)
+    }
     found: list[OpFacts] = []
     run: set[str] = set()
 
@@ -131,7 +139,7 @@ def fused_steps(steps: Sequence[OpFacts], storages: StorageMap) -> tuple[OpFacts
         for reader in (r for op in ops for name in op.outputs for r in readers[name]):
             run_with(step_of[reader])
         if step.op.name in kernels:
-            found.append(_kernel_step([step_of[op.name] for op in reversed(ops)], program))
+            found.append(_kernel_step([step_of[op.name] for op in reversed(ops)], program, again))
         else:
             found.append(step)
 
@@ -142,7 +150,7 @@ def fused_steps(steps: Sequence[OpFacts], storages: StorageMap) -> tuple[OpFacts
     return tuple(found)
 
 
-def _kernel_step(parts: Sequence[OpFacts], program: Program) -> OpFacts:
+def _kernel_step(parts: Sequence[OpFacts], program: Program, again: Collection[str]) -> OpFacts:
     """Return one step of the steps of a kernel's ops, last op first."""
     names = {part.op.name for part in parts}
     made = dict.fromkeys(name for part in parts for name in part.op.outputs)
@@ -167,9 +175,10 @@ def _kernel_step(parts: Sequence[OpFacts], program: Program) -> OpFacts:
             gradients[gradient.name] = gradient
             continue
         origin = _origin(gradient.name, sources)
-        # Of equal gradients that are made here the first has the memory.
+        # Of equal gradients that are made here the first has the memory: what arrives, too, where
+        # another is added to it.
         source = "" if origin == gradient.name else origin
-        if source and source not in arriving:
+        if source and (source not in arriving or len(sources[source]) > 1):
             source = first_with.setdefault(origin, gradient.name)
             source = "" if source == gradient.name else source
         gradients[gradient.name] = gradient._replace(
@@ -188,6 +197,7 @@ def _kernel_step(parts: Sequence[OpFacts], program: Program) -> OpFacts:
         product=None,
         remade_bytes=sum(part.remade_bytes for part in parts),
         is_kernel=True,
+        sums_late=not names.isdisjoint(again) and any(g.is_param for g in gradients.values()),
     )
 
 
