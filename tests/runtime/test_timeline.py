@@ -153,8 +153,16 @@ def test_collectives_inside_jobs_have_events_of_their_own(tmp_path):
             assert found.collective_s >= len(spent) * slow_s
             in_jobs = sum(j.end_s - j.start_s for key, j in jobs.items() if key[0] == step)
             assert found.compute_s == pytest.approx(in_jobs - found.collective_s)
-    tracks = {e["cat"]: e["tid"] for e in chrome_trace(timeline)["traceEvents"] if e["ph"] == "X"}
-    assert tracks["COLLECTIVE"] == tracks["WAIT"] != tracks["F"]
+    # Each lies in the lane of its axis, with the bytes of the whole tensor: of a hidden state.
+    assert {s.lane for line in timeline for s in line.spans if s.kind == "COLLECTIVE"} == {"tp"}
+    assert all(s.num_bytes for line in timeline for s in line.spans if s.kind == "COLLECTIVE")
+    events = chrome_trace(timeline)["traceEvents"]
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    tracks = {(e["pid"], e["cat"]): named[e["pid"], e["tid"]] for e in events if e["ph"] == "X"}
+    for rank, other in ((0, 1), (2, 0)):
+        assert tracks[rank, "F"] == "compute"
+        assert tracks[rank, "COLLECTIVE"] == "tp"
+        assert tracks[rank, "WAIT"] == f"pp from {other}"
 
 
 def test_no_files_unless_asked(tmp_path, monkeypatch):
@@ -245,19 +253,23 @@ def test_the_trace_is_on_one_clock():
     ]
 
 
-def test_the_trace_has_tracks_for_compute_and_communication_and_a_memory_counter():
+def test_the_trace_has_tracks_for_compute_and_each_lane_and_a_memory_counter():
     span = {"step": 0, "start_s": 0.0, "end_s": 1.0}
-    kinds = ("F", "R", "WAIT", "B", "REDUCE", "CHECK", "O", "L")
+    kinds = ("F", "R", "WAIT", "B", "REDUCE", "CHECK", "O", "L", "COLLECTIVE", "COPY")
     spans = tuple(Span(kind=kind, name=kind, memory_bytes=7, **span) for kind in kinds)
     line = RankTimeline(rank=3, pp_rank=1, clock_offset_s=0.0, spans=spans)
     events = chrome_trace([line])["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     placed = {e["cat"]: tracks[e["tid"]] for e in events if e["ph"] == "X"}
-    assert [kind for kind in kinds if placed[kind] == "communication"] == [
-        "WAIT",
-        "REDUCE",
-        "CHECK",
-    ]
+    assert placed == {
+        **dict.fromkeys(("F", "R", "B", "O", "L"), "compute"),
+        # Of recordings before version 3, where no axis is known.
+        "COLLECTIVE": "collectives", "REDUCE": "dp", "WAIT": "pp", "CHECK": "all ranks",
+        "COPY": "host copies",
+    }  # fmt: skip
+    assert [tracks[tid] for tid in sorted(tracks)] == [
+        "compute", "collectives", "dp", "pp", "all ranks", "host copies"
+    ]  # fmt: skip
     counted = [e for e in events if e["ph"] == "C"]
     assert [(e["name"], e["args"]["bytes"]) for e in counted] == [("memory", 7)] * len(kinds)
     assert {e["pid"] for e in events} == {3}
