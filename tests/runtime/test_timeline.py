@@ -29,6 +29,7 @@ from planner.timeline import (
     Span,
     bubbles,
     chrome_trace,
+    exchanges,
     load_timeline,
     rank_file,
     save_timeline,
@@ -163,6 +164,47 @@ def test_collectives_inside_jobs_have_events_of_their_own(tmp_path):
         assert tracks[rank, "F"] == "compute"
         assert tracks[rank, "COLLECTIVE"] == "tp"
         assert tracks[rank, "WAIT"] == f"pp from {other}"
+
+
+def train_with_zero(plan: Plan, folder: str) -> dict[str, int]:
+    """Train two steps; return the bytes of the stage's parameters by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLANNER_TIMELINE", folder)
+        tiny, module = build("gpt")
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        engine = planner.apply(plan, module, optimizer=optimizer)
+    for _ in range(2):
+        engine.step(tiny.batch(plan.global_batch))
+    engine.close()
+    return {name: param.nbytes for name, param in module.named_parameters()}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_replicas_exchange_lies_in_a_lane_of_theirs(zero, tmp_path):
+    """Under ZeRO each gather and scatter of a job, as many bytes as weights; without, what sums of
+    gradients are waited for.
+    """
+    plan = default_plan(capture("gpt"), dp=2, zero_stage=zero, num_microbatches=2)
+    held, _ = run_ranks(train_with_zero, 2, plan, str(tmp_path))
+    weights = sum(held.values())
+    for line in load_timeline(tmp_path):
+        found = [each for each in exchanges(line) if each.span.step == 1 and each.lane == "dp"]
+        assert all(each.exposed_s > 0 for each in found)
+        (reduce,) = (each for each in found if each.span.kind == "REDUCE")
+        moved = [each.span for each in found if each is not reduce]
+        sent = {
+            name: [s.num_bytes for s in moved if s.name == name]
+            for name in ("all_gather", "reduce_scatter")
+        }
+        # Of two microbatches: weights are gathered once a step, or in each forward and each
+        # backward, where the last block's are gathered as it begins; gradients scattered once, or
+        # in each backward.
+        times = {0: (0, 0), 1: (1, 1), 2: (1, 2), 3: (4, 2)}[zero]
+        assert tuple(map(sum, sent.values())) == (times[0] * weights, times[1] * weights)
+        jobs = [s for s in line.spans if s.step == 1 and s.kind in "FB"]
+        for span in moved:
+            around = [job for job in jobs if job.start_s <= span.start_s <= span.end_s <= job.end_s]
+            assert [(job.stage, job.microbatch) for job in around] == [(0, span.microbatch)]
 
 
 def test_no_files_unless_asked(tmp_path, monkeypatch):

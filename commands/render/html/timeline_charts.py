@@ -223,7 +223,8 @@ def _lane_bars(rows: Sequence[_Row]) -> Iterator[dict[str, Any]]:
             [(name, each.span.start_s, each.span.end_s) for name, each in beside],
             _LANE_HOVER,
             [_of_exchange(each) for _, each in beside],
-        ) | {"width": LANE_WIDTH}
+            is_lane=True,
+        )
     if exposed:
         yield _bars(
             EXPOSED,
@@ -231,7 +232,8 @@ def _lane_bars(rows: Sequence[_Row]) -> Iterator[dict[str, Any]]:
             [(name, *at) for name, _, at in exposed],
             _LANE_HOVER,
             [_of_exchange(each) for _, each, _ in exposed],
-        ) | {"width": LANE_WIDTH}
+            is_lane=True,
+        )
 
 
 _LANE_HOVER = (
@@ -254,9 +256,15 @@ def _bars(
     bars: Sequence[tuple[str, float, float]],
     hover: str,
     told: Sequence[Sequence[Any]],
+    *,
+    is_lane: bool = False,
 ) -> dict[str, Any]:
-    """Return bars (row, start, end) of one kind."""
-    return {
+    """Return bars (row, start, end) of one kind; those of lanes are lower, and may be so short that
+    an edge would leave nothing of them.
+    """
+    shape = {"width": LANE_WIDTH} if is_lane else {}
+    edge = {"width": 0 if is_lane else 0.5, "color": "@surface"}
+    return shape | {
         "type": "bar",
         "orientation": "h",
         "name": label,
@@ -265,7 +273,7 @@ def _bars(
         "x": [_ms(end_s - start_s) for _, start_s, end_s in bars],
         "customdata": list(told),
         "hovertemplate": f"{hover}<extra>%{{y}}</extra>",
-        "marker": {"color": COLORS[color], "line": {"width": 0.5, "color": "@surface"}},
+        "marker": {"color": COLORS[color], "line": edge},
     }
 
 

@@ -20,6 +20,7 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
+from planner.language.layout.axes import EXPERT_COPIES, EXPERT_DATA, EXPERT_SHARDS
 from planner.language.schedule.jobs import Job
 from planner.runtime.process import device as devices
 from planner.runtime.process.environment import TIMELINE_DIR
@@ -251,8 +252,10 @@ def start_recorder(mesh: Mesh) -> Recorder | None:
 
 def _lanes_of(mesh: Mesh) -> dict[str, str]:
     """Return the axis that each of this rank's groups is along, by the group's name."""
-    groups = {REPLICAS: mesh.group("data"), **mesh.lowered_groups()}
-    return {group.group_name: axis for axis, group in groups.items() if group is not None}
+    replicas = ("copies", "shards", "data", EXPERT_COPIES, EXPERT_SHARDS, EXPERT_DATA)
+    groups = [(REPLICAS, mesh.group(name)) for name in replicas]
+    groups += mesh.lowered_groups().items()
+    return {group.group_name: axis for axis, group in groups if group is not None}
 
 
 def _memory_counter(device: torch.device) -> Callable[[float], int]:
