@@ -32,9 +32,11 @@ from planner.timeline import (
     save_trace,
 )
 from profiles import load_profile
+from tests.costmodel.time.test_replica_views import cluster, on
 from tests.cpu_profile import CpuProfile
 from tests.runtime.scenarios import capture
 from tests.search.machine import Machine
+from tests.search.test_referee import graph_of
 
 OF_BLOCKS = ("tp", "cp", "hp", "ep")
 OURS = ("ours-eager", "ours-compiled")
@@ -81,17 +83,11 @@ def test_exposed_seconds_are_those_that_the_estimate_adds(h100, name, execution)
     model, sizes = PLANS[name]
     graph = capture(model)
     plan = default_plan(graph, **sizes)
-    found, _, seconds = lanes_of(plan, graph, h100, execution)
-    told = found.path.by_rank_s
+    found, lines, seconds = lanes_of(plan, graph, h100, execution)
+    assert_sums(found, lines, plan)
     for rank in range(plan.pp):
-
-        def exposed(*lanes, rank=rank):
-            return sum(seconds[rank, lane][1] for lane in lanes)
-
-        assert exposed(*OF_BLOCKS) == pytest.approx(told["tp_comm_s"][rank], rel=1e-9, abs=1e-15)
-        in_dp = exposed(REPLICAS, COPIES)
-        assert in_dp == pytest.approx(told["dp_comm_s"][rank], rel=1e-9, abs=1e-15)
-        assert exposed(STAGES) == pytest.approx(told["waited_s"][rank], rel=1e-9, abs=1e-15)
+        waited_s = seconds[rank, STAGES][1]
+        assert waited_s == pytest.approx(found.path.by_rank_s["waited_s"][rank], rel=1e-9)
     lanes = {lane for (_, lane), (hidden_s, exposed_s) in seconds.items() if hidden_s + exposed_s}
     expected = {
         "tp" if "tp" in sizes else None,
@@ -276,6 +272,74 @@ def hooks_s(plan, graph, profile, pp_rank):
     costs = cost_cache(graph, profile, plan.world_size)
     exposed = price_plan(plan, costs).exposed
     return float((exposed.forward_s + exposed.backward_s)[pp_rank])
+
+
+def assert_sums(found, lines, plan):
+    """Exposed seconds of each pp rank are the estimate's."""
+    for rank in range(plan.pp):
+        exposed = defaultdict(float)
+        for each in exchanges(lines[rank]):
+            exposed[each.lane] += each.exposed_s
+        told = {part: of_rank[rank] for part, of_rank in found.path.by_rank_s.items()}
+        in_blocks = sum(exposed[lane] for lane in OF_BLOCKS)
+        assert in_blocks == pytest.approx(told["tp_comm_s"], rel=1e-9, abs=1e-15)
+        of_replicas = exposed[REPLICAS] + exposed[COPIES]
+        assert of_replicas == pytest.approx(told["dp_comm_s"], rel=1e-9, abs=1e-15)
+
+
+def test_replicas_on_unlike_devices_are_drawn_as_the_slowest():
+    """Step, jobs and exposed seconds are those of the replicas that the estimate waits for."""
+    machine = cluster(1.0, 2.0)
+    plan = on(["a+b", "a+b"], dp=2, pp=2, num_microbatches=3, zero_stage=0)
+    costs = cost_cache(graph_of("equal"), machine, plan.world_size)
+    found = estimate(costs.graph, machine, plan, costs=costs)
+    lines = timeline_with_lanes(plan, costs)
+    assert_sums(found, lines, plan)
+    assert [max(s.end_s for s in line.spans if s.kind in JOB_KINDS) for line in lines] == (
+        pytest.approx(found.timeline.rank_end_s)
+    )
+
+
+@pytest.mark.parametrize("schedule", ["fthenb", "interleaved_1f1b", "zb_h1", "zb_v"])
+def test_every_kind_of_table_has_its_lanes(h100, schedule):
+    """Split backwards, several stages on a rank, stages in a V; activations on their way to the
+    host lengthen jobs, and the last microbatch alone is not recomputed.
+    """
+    graph = capture("deep-gpt")
+    vpp = 2 if schedule in ("interleaved_1f1b", "zb_v") else 1
+    plan = default_plan(
+        graph, tp=2, pp=2, vpp=vpp, num_microbatches=4, schedule=schedule, recompute="full"
+    )
+    away = schedule in ("fthenb", "interleaved_1f1b")
+    stages = [
+        stage.model_copy(update={"recompute_last": False, "activations_on_host": away})
+        for stage in plan.stages
+    ]
+    plan = plan.model_copy(update={"stages": tuple(stages)})
+    found, lines, _ = lanes_of(plan, graph, h100)
+    assert_sums(found, lines, plan)
+    jobs = {
+        (line.pp_rank, s.kind, s.stage, s.microbatch): s
+        for line in lines
+        for s in line.spans
+        if s.kind in JOB_KINDS
+    }
+    sent = [(line.pp_rank, s) for line in lines for s in line.spans if s.kind == MESSAGE]
+    # Between stages of one rank nothing travels.
+    homes = plan.stage_to_pp_rank
+    crossed = sum(a != b for a, b in pairwise(homes))
+    assert len(sent) == 2 * crossed * plan.num_microbatches
+    for rank, message in sent:
+        is_gradient = message.name.startswith("gradient")
+        kinds = "BI" if is_gradient else "F"
+        (takes,) = (
+            job
+            for kind in kinds
+            if (job := jobs.get((rank, kind, message.stage, message.microbatch)))
+        )
+        assert message.end_s <= takes.start_s + 1e-12
+        made = message.stage + (1 if is_gradient else -1)
+        assert message.lane == f"pp from {homes[made]}"
 
 
 def test_on_cpus_nothing_is_hidden():
