@@ -63,7 +63,8 @@ def compare(
     """
     from commands.render.data import run_data
     from commands.render.run import describe_run
-    from costmodel.compare import as_rank_timelines, compare_run
+    from costmodel.compare import compare_run
+    from costmodel.lanes import timeline_with_lanes
     from planner.language.plan import load_plan
     from planner.timeline import load_timeline
 
@@ -102,9 +103,9 @@ def compare(
                 ),
             )
         )
-    write_trace(
-        trace, as_json=as_json, predicted=as_rank_timelines(estimated.timeline), measured=measured
-    )
+    if trace is not None:
+        predicted_lines = timeline_with_lanes(predicted.plan, predicted.costs)
+        write_trace(trace, as_json=as_json, predicted=predicted_lines, measured=measured)
 
 
 def _calibrate(

@@ -35,9 +35,10 @@ def simulate(
     Example: planner simulate plan.json model.py --trace step.json
     """
     from commands.render.data import timeline_data
+    from commands.render.lanes import describe_lanes
     from commands.render.run import describe_timeline
-    from costmodel.compare import as_rank_timelines
     from costmodel.estimate import plan_job_seconds
+    from costmodel.lanes import timeline_with_lanes
 
     model = given.file_of(plan)
     check_writable(trace, "the trace", (plan, model))
@@ -45,8 +46,9 @@ def simulate(
     seconds = plan_job_seconds(predicted.plan, predicted.costs)
     show_note(predicted.note)
     timeline = predicted.estimate.timeline
+    lines = timeline_with_lanes(predicted.plan, predicted.costs)
     if as_json:
-        show_json(timeline_data(timeline, predicted.estimate.step_s))
+        show_json(timeline_data(timeline, predicted.estimate.step_s, lines))
     else:
-        show_results(*describe_timeline(timeline, seconds))
-    write_trace(trace, as_json=as_json, predicted=as_rank_timelines(timeline))
+        show_results(*describe_timeline(timeline, seconds), *describe_lanes(lines))
+    write_trace(trace, as_json=as_json, predicted=lines)

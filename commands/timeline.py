@@ -12,6 +12,7 @@ def timeline(folder: RunFolder, trace: TraceOption = None, as_json: JsonOption =
     Example: planner timeline run --trace run.json
     """
     from commands.render.data import recording_data
+    from commands.render.lanes import describe_lanes
     from commands.render.run import describe_recording
     from planner.timeline import load_timeline
 
@@ -20,5 +21,5 @@ def timeline(folder: RunFolder, trace: TraceOption = None, as_json: JsonOption =
     if as_json:
         show_json(recording_data(folder, measured))
     else:
-        show_results(*describe_recording(measured))
+        show_results(*describe_recording(measured), *describe_lanes(measured))
     write_trace(trace, as_json=as_json, measured=measured)

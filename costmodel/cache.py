@@ -27,6 +27,7 @@ from costmodel.execution.saves import (
 from costmodel.links import Links, SideValues, find_links, find_side_values
 from costmodel.memory.block.block_bytes import block_bytes, block_load
 from costmodel.memory.block.placed_block import BlockBytes
+from costmodel.time.block.moved import BlockMoved
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.times import RunTimes
 from costmodel.time.tables import table_seconds
@@ -51,6 +52,8 @@ class BlockPrice(NamedTuple):
 
     times: RunTimes
     """Its seconds."""
+    moved: BlockMoved
+    """Its collectives."""
     load: StageLoad
     """Its bytes."""
     has_backward: bool
@@ -339,7 +342,7 @@ class CostCache:
             if key not in self._loads:
                 self._loads[key] = block_load(held, again)
             check_time()
-            times, dispatcher = price_program(
+            times, dispatcher, moved = price_program(
                 local,
                 self.profile,
                 axes=lowered_groups(self.profile.cluster, degrees),
@@ -351,6 +354,7 @@ class CostCache:
             )
             self._blocks[key] = BlockPrice(
                 times=_with_tables(times, local, self.profile),
+                moved=moved,
                 dispatcher=dispatcher,
                 load=self._loads[key],
                 has_backward=any(edge.requires_grad for edge in held.outputs),

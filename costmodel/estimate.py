@@ -166,7 +166,7 @@ def estimate(
         path=_step_path(slowest),
         memory=tuple(parts for parts, _ in fullest),
         device_groups=tuple(group for _, group in fullest),
-        timeline=replace(slowest.timeline, step_jobs_s=_step_jobs_s(slowest)),
+        timeline=_with_step_jobs(slowest),
         flop=flop * plan.num_microbatches,
         samples=plan.global_batch,
         source=costs.profile.source,
@@ -220,7 +220,7 @@ def rank_bytes_by_group(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _SimulatedStep:
+class SimulatedStep:
     """The simulated step of some replicas."""
 
     price: PlanPrice
@@ -235,7 +235,19 @@ class _SimulatedStep:
     """The rank that ends the step."""
 
 
-def _simulated(view: ReplicaView) -> _SimulatedStep:
+def slowest_step(plan: Plan, costs: CostCache) -> SimulatedStep:
+    """Return the step of the replicas whose step is longest, with its messages and all its jobs."""
+    costs = costs_under(plan, costs)
+    steps = (_simulated(view, keeps_messages=True) for view in replica_views(plan, costs))
+    slowest = max(steps, key=lambda each: each.last.step_s)
+    return replace(slowest, timeline=_with_step_jobs(slowest))
+
+
+def _with_step_jobs(step: SimulatedStep) -> Timeline:
+    return replace(step.timeline, step_jobs_s=_step_jobs_s(step))
+
+
+def _simulated(view: ReplicaView, *, keeps_messages: bool = False) -> SimulatedStep:
     """Return the prices of some replicas, and when their jobs run."""
     price = price_plan(view.plan, view.costs)
     table = _table_of(view.plan)
@@ -246,8 +258,8 @@ def _simulated(view: ReplicaView) -> _SimulatedStep:
         table,
         {s: saved[s] for s in on_host},
     )
-    timeline = simulate(table, price.job_seconds, at_least=copies_s)
-    return _SimulatedStep(
+    timeline = simulate(table, price.job_seconds, at_least=copies_s, keeps_messages=keeps_messages)
+    return SimulatedStep(
         price=price,
         table=table,
         copies_s=copies_s,
@@ -365,7 +377,7 @@ def _saved_bytes(price: PlanPrice) -> tuple[float, ...]:
     return tuple(kept[mesh][s].item() for s, mesh in enumerate(price.meshes))
 
 
-def _step_jobs_s(step: _SimulatedStep) -> tuple[tuple[tuple[float, float], ...], ...]:
+def _step_jobs_s(step: SimulatedStep) -> tuple[tuple[tuple[float, float], ...], ...]:
     """Start and end of each rank's optimizer and learning-rate job.
 
     A scheduler sets a few numbers on the host, which takes microseconds: no time is counted.
@@ -382,7 +394,7 @@ def _step_jobs_s(step: _SimulatedStep) -> tuple[tuple[tuple[float, float], ...],
     return tuple(jobs)
 
 
-def _step_path(step: _SimulatedStep) -> StepPath:
+def _step_path(step: SimulatedStep) -> StepPath:
     """Split a step by cause (`costmodel.time.step_path`)."""
     price, last = step.price, step.last
     work = price.rank_work()
@@ -428,7 +440,7 @@ def _step_path(step: _SimulatedStep) -> StepPath:
     )
 
 
-def _without_transfers(step: _SimulatedStep) -> LastRank:
+def _without_transfers(step: SimulatedStep) -> LastRank:
     """Return the rank that would end the step if transfers between stages took no time."""
     if step.price.plan.pp == 1:
         return step.last

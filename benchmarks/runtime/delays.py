@@ -127,7 +127,14 @@ class _JobClock:
 
     @contextmanager
     def span(
-        self, kind: str, name: str, stage: int = -1, microbatch: int = -1, *, on_host: bool = False
+        self,
+        kind: str,
+        name: str,
+        stage: int = -1,
+        microbatch: int = -1,
+        *,
+        on_host: bool = False,
+        lane: str = "",
     ) -> Iterator[None]:
         """Time what happens inside, but for waiting."""
         start_s = time.perf_counter()

@@ -163,9 +163,14 @@ def dry_run_data(run: DryRun) -> dict[str, Any]:
     }
 
 
-def timeline_data(timeline: Timeline, step_s: float) -> dict[str, Any]:
-    """Return when each job of a simulated step runs."""
+def timeline_data(
+    timeline: Timeline, step_s: float, lines: Sequence[RankTimeline] = ()
+) -> dict[str, Any]:
+    """Return when each job of a simulated step runs, and what ranks exchange, as `lines` say."""
     from planner.language.schedule.step_jobs import step_jobs
+    from planner.timeline import exchanges
+
+    exchanged = {line.pp_rank: list(exchanges(line)) for line in lines}
 
     ranks = []
     for rank, jobs in enumerate(timeline.schedule.jobs):
@@ -192,6 +197,21 @@ def timeline_data(timeline: Timeline, step_s: float) -> dict[str, Any]:
                 ]
                 if once
                 else [],
+                "exchanges": [
+                    {
+                        "lane": each.lane,
+                        "name": each.span.name,
+                        "stage": each.span.stage,
+                        "microbatch": each.span.microbatch,
+                        "start_s": each.span.start_s,
+                        "end_s": each.span.end_s,
+                        "hidden_s": each.hidden_s,
+                        "exposed_s": each.exposed_s,
+                        "num_collectives": each.span.number,
+                        "num_bytes": each.span.num_bytes,
+                    }
+                    for each in exchanged.get(rank, [])
+                ],
             }
         )
     return {
@@ -204,11 +224,13 @@ def timeline_data(timeline: Timeline, step_s: float) -> dict[str, Any]:
 
 def recording_data(folder: Path, timeline: Sequence[RankTimeline]) -> dict[str, Any]:
     """Return medians over the steps of a recorded run, of each rank."""
+    from commands.render.lanes import medians
     from planner.timeline import RankBubble, bubbles, dealt_by_work
 
     by_rank: dict[int, list[RankBubble]] = {}
     for bubble in bubbles(timeline):
         by_rank.setdefault(bubble.rank, []).append(bubble)
+    lanes = {line.rank: medians(line) for line in timeline}
     return {
         "run_folder": str(folder),
         "ranks": [
@@ -221,6 +243,10 @@ def recording_data(folder: Path, timeline: Sequence[RankTimeline]) -> dict[str, 
                 "collective_s": median(each.collective_s for each in found),
                 "optimizer_s": median(each.optimizer_s for each in found),
                 "bubble_fraction": median(each.bubble_fraction for each in found),
+                "lanes": [
+                    {"lane": lane, "hidden_s": hidden_s, "exposed_s": exposed_s}
+                    for lane, (hidden_s, exposed_s) in lanes[rank].items()
+                ],
             }
             for rank, found in sorted(by_rank.items())
         ],

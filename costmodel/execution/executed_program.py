@@ -38,6 +38,7 @@ from costmodel.execution.execution import Execution
 from costmodel.memory.saved import saved_tensors
 from costmodel.table.fusion import Kernels
 from costmodel.time.block.compute import ProgramTimes, Spent, op_works
+from costmodel.time.block.moved import BlockMoved, with_waits
 from costmodel.time.block.program import accumulate_seconds, profiled_times
 from costmodel.time.stage_costs.times import RunTimes
 from costmodel.topology import Axis
@@ -74,6 +75,8 @@ class PricedProgram(NamedTuple):
     """Its seconds."""
     dispatcher: str
     """The dispatcher's name; "" where no rows are exchanged."""
+    moved: BlockMoved
+    """Its collectives."""
 
 
 def price_program(
@@ -118,7 +121,8 @@ def price_program(
                 graphs=execution.graphs,
             )
         name = dispatcher.name if exchanges_of(local) else ""
-        found.append(PricedProgram(_run_times(local, profile, times, has_backward), name))
+        run = _run_times(local, profile, times, has_backward)
+        found.append(PricedProgram(run, name, times.moved))
     return min(
         found, key=lambda priced: priced.times.whole_forward_s + priced.times.whole_backward_s
     )
@@ -233,6 +237,10 @@ def executed_times(
     # The device's part hides where the host sets the pace of the backward.
     both_s = backward_busy_s + recomputed_s
     again_wait_s = host_seconds(execution, both_s, backward_host + again_host) - backward_wait_s
+    # (Ranks that wait in a backward do so where they exchange in the forward.)
+    axis = next((each.axis for each in comm.forward), "")
+    forward = with_waits(comm.forward, comm.skew_s, axis=axis)
+    backward = with_waits(comm.backward, has_backward * comm.skew_s, axis=axis)
     return ProgramTimes(
         forward=Spent(forward_s, forward_wait_s),
         backward=Spent(backward_s, backward_wait_s),
@@ -242,8 +250,7 @@ def executed_times(
         ),
         weight_s=weight_s,
         beside_s=0.0,
-        forward_comm_s=comm.forward_s + comm.skew_s,
-        backward_comm_s=comm.backward_s + has_backward * comm.skew_s,
+        moved=BlockMoved(forward, backward, forward if is_whole else ()),
         forward_flop=forward_flop,
         backward_flop=backward_flop,
     )

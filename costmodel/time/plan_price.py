@@ -54,8 +54,14 @@ class PlanPrice:
     job_host_s: tuple[Floats, Floats]
     """Seconds in which each stage's device waits for its host about a forward or a backward job,
     beside what it waits in blocks."""
-    waited_s: Floats
-    """Seconds in which a microbatch's jobs of each stage wait for transfers that do not overlap."""
+    job_waits_s: tuple[Floats, Floats]
+    """Seconds in which a forward or a backward of each stage waits for a transfer that does not
+    overlap."""
+
+    @property
+    def waited_s(self) -> Floats:
+        """Seconds in which a microbatch's jobs of each stage wait for such transfers."""
+        return np.add(*self.job_waits_s)
 
     def side_bytes(self, stage: int) -> int:
         """Return the shared non-differentiable inputs of a stage, for each microbatch."""
@@ -156,7 +162,7 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
             np.array([stage.job_host_s[0][s] for s, stage in enumerate(own)]),
             np.array([stage.job_host_s[1][s] for s, stage in enumerate(own)]),
         ),
-        waited_s=np.add(*transfers(costs.execution, receive_s)[1]),
+        job_waits_s=transfers(costs.execution, receive_s)[1],
     )
 
 

@@ -20,7 +20,7 @@ import cli
 from tests.browser import BROWSER, Browser
 
 ROOT = Path(__file__).parents[2]
-WIDTH, HEIGHT = 1200, 1560
+WIDTH, HEIGHT = 1200, 1840
 PAGE_WIDTH, PAGE_HEIGHT = 1366, 1500
 ASKED = (
     "--gpus", "64", "--profile", "h100-sxm5-80gb", "--global-batch", "256", "--pp", "4",

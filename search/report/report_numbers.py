@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from costmodel import CostCache, Estimate
-from costmodel.compare import as_rank_timelines
 from costmodel.estimate import slowest_price
+from costmodel.lanes import timeline_with_lanes
 from costmodel.memory.exact.over_time import MemoryMoment, memory_over_time
 from costmodel.time.roofline import RooflinePoint, roofline_points
 from costmodel.uncertainty import Interval
@@ -57,7 +57,7 @@ class ReportNumbers:
     overview: Overview
     """The plan and its price at a glance."""
     predicted: tuple[RankTimeline, ...]
-    """The simulated step, a line for each pp rank."""
+    """The simulated step, a line for each pp rank, with what it exchanges."""
     measured: tuple[RankTimeline, ...]
     """A recorded run, a line for each rank; empty without."""
     memory: tuple[tuple[MemoryMoment, ...], ...]
@@ -98,7 +98,7 @@ def gather_report(
     return ReportNumbers(
         plan=plan,
         overview=overview,
-        predicted=as_rank_timelines(estimate.timeline),
+        predicted=timeline_with_lanes(plan, costs),
         measured=tuple(measured),
         memory=memory_over_time(price, costs, estimate.timeline),
         blocks=tuple(_blocks(plan, costs.graph, index) for index in range(len(plan.stages))),

@@ -85,7 +85,7 @@ def test_profiles_of_this_schema_are_read():
     assert profile.ops
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_runs_of_all_versions_are_read(here, version):
     lines = load_timeline(FORMATS / f"run/{version}")
     assert [line.pp_rank for line in lines] == [0, 1]
@@ -116,7 +116,7 @@ def test_kept_answers_of_earlier_versions_are_searched_again(here, tmp_path, day
 
 @pytest.mark.parametrize(("path", "says"), [
     ("plan/2.json", "reads up to"), ("profile/3/profile.json", "profile again"),
-    ("run/2/rank_00000.jsonl", "not a timeline of version"),
+    ("run/3/rank_00000.jsonl", "not a timeline of version"),
     ("checkpoint/1/000001-step-3/planner.json", "has checkpoint version 99"),
 ])  # fmt: skip
 def test_files_of_a_later_version_are_refused(here, tmp_path, path, says):
@@ -125,6 +125,6 @@ def test_files_of_a_later_version_are_refused(here, tmp_path, path, says):
     file.write_text("\n".join([json.dumps(json.loads(head) | {"version": 99}), *rest]))
     words = {
         "plan": ("show", path), "profile": ("profile", "show", "profile/3"),
-        "run": ("timeline", "run/2"), "checkpoint": ("convert", "checkpoint/1", "w.safetensors"),
+        "run": ("timeline", "run/3"), "checkpoint": ("convert", "checkpoint/1", "w.safetensors"),
     }[path.split("/")[0]]  # fmt: skip
     assert says in here(*words).complaint

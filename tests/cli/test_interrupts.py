@@ -120,7 +120,7 @@ def test_all_files_are_written_by_one_function():
             if any(map(_writes, ast.walk(ast.parse(path.read_text())))):
                 found.add(str(path.relative_to(ROOT)))
     through = {
-        "planner/timeline.py", "costmodel/table/rows/row_files.py",
+        "planner/timeline/spans.py", "costmodel/table/rows/row_files.py",
         "planner/runtime/checkpoint/weight_files/safetensors_files.py",
     }  # fmt: skip
     """Open the scratch file of `replacing`."""

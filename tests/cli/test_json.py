@@ -16,8 +16,8 @@ import pytest
 import typer
 
 import cli
-from costmodel import estimate
-from costmodel.compare import as_rank_timelines
+from costmodel.estimate import cost_cache
+from costmodel.lanes import timeline_with_lanes
 from planner.capture.source.capture_cache import load_graph
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import save_plan
@@ -91,7 +91,7 @@ def files(planner, write_model, monkeypatch) -> None:
     save_plan(plan, "plan.json")
     save_plan(default_plan(graph, dp=2, microbatch_size=4), "other.json")
     lines = []
-    for line in as_rank_timelines(estimate(graph, load_profile(H100[1]), plan).timeline):
+    for line in timeline_with_lanes(plan, cost_cache(graph, load_profile(H100[1]), 2)):
         spans = [
             replace(span, step=step, start_s=span.start_s + step, end_s=span.end_s + step)
             for step in range(6)

@@ -75,7 +75,12 @@ def device(monkeypatch) -> Device:
 
 
 def _recorder(folder: Path) -> Recorder:
-    mesh = SimpleNamespace(device=torch.device("cuda", 0), rank=lambda _: 0)
+    mesh = SimpleNamespace(
+        device=torch.device("cuda", 0),
+        rank=lambda _: 0,
+        group=lambda _: None,
+        lowered_groups=dict,
+    )
     return Recorder(folder, mesh)  # type: ignore[arg-type]
 
 

@@ -29,6 +29,7 @@ from planner.timeline import (
     Span,
     bubbles,
     chrome_trace,
+    exchanges,
     load_timeline,
     rank_file,
     save_timeline,
@@ -153,8 +154,57 @@ def test_collectives_inside_jobs_have_events_of_their_own(tmp_path):
             assert found.collective_s >= len(spent) * slow_s
             in_jobs = sum(j.end_s - j.start_s for key, j in jobs.items() if key[0] == step)
             assert found.compute_s == pytest.approx(in_jobs - found.collective_s)
-    tracks = {e["cat"]: e["tid"] for e in chrome_trace(timeline)["traceEvents"] if e["ph"] == "X"}
-    assert tracks["COLLECTIVE"] == tracks["WAIT"] != tracks["F"]
+    # Each lies in the lane of its axis, with the bytes of the whole tensor: of a hidden state.
+    assert {s.lane for line in timeline for s in line.spans if s.kind == "COLLECTIVE"} == {"tp"}
+    assert all(s.num_bytes for line in timeline for s in line.spans if s.kind == "COLLECTIVE")
+    events = chrome_trace(timeline)["traceEvents"]
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    tracks = {(e["pid"], e["cat"]): named[e["pid"], e["tid"]] for e in events if e["ph"] == "X"}
+    for rank, other in ((0, 1), (2, 0)):
+        assert tracks[rank, "F"] == "compute"
+        assert tracks[rank, "COLLECTIVE"] == "tp"
+        assert tracks[rank, "WAIT"] == f"pp from {other}"
+
+
+def train_with_zero(plan: Plan, folder: str) -> dict[str, int]:
+    """Train two steps; return the bytes of the stage's parameters by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLANNER_TIMELINE", folder)
+        tiny, module = build("gpt")
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        engine = planner.apply(plan, module, optimizer=optimizer)
+    for _ in range(2):
+        engine.step(tiny.batch(plan.global_batch))
+    engine.close()
+    return {name: param.nbytes for name, param in module.named_parameters()}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_replicas_exchange_lies_in_a_lane_of_theirs(zero, tmp_path):
+    """Under ZeRO each gather and scatter of a job, as many bytes as weights; without, what sums of
+    gradients are waited for.
+    """
+    plan = default_plan(capture("gpt"), dp=2, zero_stage=zero, num_microbatches=2)
+    held, _ = run_ranks(train_with_zero, 2, plan, str(tmp_path))
+    weights = sum(held.values())
+    for line in load_timeline(tmp_path):
+        found = [each for each in exchanges(line) if each.span.step == 1 and each.lane == "dp"]
+        assert all(each.exposed_s > 0 for each in found)
+        (reduce,) = (each for each in found if each.span.kind == "REDUCE")
+        moved = [each.span for each in found if each is not reduce]
+        sent = {
+            name: [s.num_bytes for s in moved if s.name == name]
+            for name in ("all_gather", "reduce_scatter")
+        }
+        # Of two microbatches: weights are gathered once a step, or in each forward and each
+        # backward, where the last block's are gathered as it begins; gradients scattered once, or
+        # in each backward.
+        times = {0: (0, 0), 1: (1, 1), 2: (1, 2), 3: (4, 2)}[zero]
+        assert tuple(map(sum, sent.values())) == (times[0] * weights, times[1] * weights)
+        jobs = [s for s in line.spans if s.step == 1 and s.kind in "FB"]
+        for span in moved:
+            around = [job for job in jobs if job.start_s <= span.start_s <= span.end_s <= job.end_s]
+            assert [(job.stage, job.microbatch) for job in around] == [(0, span.microbatch)]
 
 
 def test_no_files_unless_asked(tmp_path, monkeypatch):
@@ -245,19 +295,23 @@ def test_the_trace_is_on_one_clock():
     ]
 
 
-def test_the_trace_has_tracks_for_compute_and_communication_and_a_memory_counter():
+def test_the_trace_has_tracks_for_compute_and_each_lane_and_a_memory_counter():
     span = {"step": 0, "start_s": 0.0, "end_s": 1.0}
-    kinds = ("F", "R", "WAIT", "B", "REDUCE", "CHECK", "O", "L")
+    kinds = ("F", "R", "WAIT", "B", "REDUCE", "CHECK", "O", "L", "COLLECTIVE", "COPY")
     spans = tuple(Span(kind=kind, name=kind, memory_bytes=7, **span) for kind in kinds)
     line = RankTimeline(rank=3, pp_rank=1, clock_offset_s=0.0, spans=spans)
     events = chrome_trace([line])["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     placed = {e["cat"]: tracks[e["tid"]] for e in events if e["ph"] == "X"}
-    assert [kind for kind in kinds if placed[kind] == "communication"] == [
-        "WAIT",
-        "REDUCE",
-        "CHECK",
-    ]
+    assert placed == {
+        **dict.fromkeys(("F", "R", "B", "O", "L"), "compute"),
+        # Of recordings before version 3, where no axis is known.
+        "COLLECTIVE": "collectives", "REDUCE": "dp", "WAIT": "pp", "CHECK": "all ranks",
+        "COPY": "host copies",
+    }  # fmt: skip
+    assert [tracks[tid] for tid in sorted(tracks)] == [
+        "compute", "collectives", "dp", "pp", "all ranks", "host copies"
+    ]  # fmt: skip
     counted = [e for e in events if e["ph"] == "C"]
     assert [(e["name"], e["args"]["bytes"]) for e in counted] == [("memory", 7)] * len(kinds)
     assert {e["pid"] for e in events} == {3}

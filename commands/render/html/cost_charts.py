@@ -23,6 +23,8 @@ _WORK_COLORS = {
     "optimizer_s": "purple",
 }
 
+LEGEND_LINE = 19
+"""Height of a line of a legend."""
 MOST_OPS = 60
 """Kinds of ops that are drawn, the longest first."""
 LEAST_INTENSITY = 1e-3
@@ -59,7 +61,8 @@ def cost_chart(path: StepPath) -> Chart:
         layout=layout_of(
             Axis(title="ms of a step"),
             Axis(title="", more={"categoryarray": ranks[::-1], "categoryorder": "array"}),
-            height=110 + 34 * len(ranks),
+            # (Of half a page's width: two kinds stand in a line of the legend.)
+            height=110 + 34 * len(ranks) + LEGEND_LINE * (len(rows) // 2),
             barmode="stack",
         ),
         summary=f"{told}; {_of_all(path)}",

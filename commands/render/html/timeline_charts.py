@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from commands.render.html.chart import COLORS, INK, Axis, Chart, Choice, Table, layout_of
 from costmodel.compare import first_steady_step, step_seconds
 from costmodel.memory.exact.over_time import MemoryMoment
-from planner.timeline import JOB_KINDS, OPTIMIZER, RankTimeline, Span
+from planner.timeline import (
+    JOB_KINDS,
+    OPTIMIZER,
+    STAGES,
+    Exchange,
+    RankTimeline,
+    Span,
+    exchanges,
+    in_order,
+)
 from planner.units import GIB, format_bytes, format_seconds
 from search.report.words import MEMORY_WORDS
 
@@ -17,6 +27,11 @@ MOST_JOBS = 16_000
 """Jobs that are drawn: a browser stays quick with so many."""
 MOST_RANKS = 16
 """Rows of a recorded run, and ranks whose memory is drawn."""
+MOST_LANES = 32
+"""Rows of jobs that have rows of lanes below them."""
+LANE_WIDTH = 0.5
+"""Height of a lane's bars, of its row."""
+BESIDE_COMPUTE, EXPOSED = "exchanges beside compute", "exchanges, exposed"
 MOST_MOMENTS = 600
 """Moments of memory of one rank; more are put together, the fullest of each few is drawn."""
 
@@ -41,12 +56,58 @@ _MEMORY_COLORS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """A rank as the chart has it: its jobs, and below them its lanes."""
+
+    name: str
+    """Of the row of its jobs; those of its lanes have the lane behind it."""
+    jobs: Sequence[Span]
+    """Jobs of the step, in order."""
+    lanes: Mapping[str, Sequence[Exchange]]
+    """What it exchanges, by lane; those of several senders together."""
+    step_s: float = 0.0
+    """Seconds of the step that it is a part of: predicted, or recorded."""
+
+    @property
+    def works_s(self) -> float:
+        """Seconds in jobs."""
+        return sum(s.end_s - s.start_s for s in self.jobs if s.kind in (*JOB_KINDS, OPTIMIZER))
+
+    @property
+    def num_bars(self) -> int:
+        """Bars to draw."""
+        return len(self.jobs) + sum(map(len, self.lanes.values()))
+
+    def told(self) -> tuple[str, ...]:
+        """Return its numbers, as the table has them."""
+        lanes = {
+            lane: (sum(each.exposed_s for each in found), sum(each.hidden_s for each in found))
+            for lane, found in self.lanes.items()
+        }
+        return (
+            self.name,
+            str(len(self.jobs)),
+            format_seconds(self.works_s),
+            format_seconds(self.step_s - self.works_s),
+            format_seconds(self.jobs[0].start_s),
+            format_seconds(self.jobs[-1].end_s),
+            *(
+                ", ".join(f"{lane} {format_seconds(of[part])}" for lane, of in lanes.items())
+                for part in (0, 1)
+            ),
+        )
+
+
 def timeline_chart(predicted: Sequence[RankTimeline], measured: Sequence[RankTimeline]) -> Chart:
-    """Return what each rank does when: as predicted, and in one recorded step beside it."""
-    rows = [(f"rank {line.pp_rank}", _of_step(line, 0, 0.0)) for line in predicted]
-    predicted_s = max(span.end_s for _, spans in rows for span in spans)
+    """Return what each rank does when: as predicted, and in one recorded step beside it.
+
+    Below a rank's jobs lies what it exchanges, a row for each axis: beside compute, and exposed.
+    """
+    rows = [_row(f"rank {line.pp_rank}", line, 0, 0.0) for line in predicted]
+    predicted_s = max(span.end_s for row in rows for span in row.jobs)
     told, note = f"One step takes {format_seconds(predicted_s)}.", ""
-    step_s = dict.fromkeys((name for name, _ in rows), predicted_s)
+    rows = [replace(row, step_s=predicted_s) for row in rows]
     if measured:
         step = _typical_step(measured)
         start_s = min(
@@ -59,68 +120,50 @@ def timeline_chart(predicted: Sequence[RankTimeline], measured: Sequence[RankTim
         for line in measured:
             of_rank.setdefault(line.pp_rank, []).append(line)
         most = max(1, MOST_RANKS // len(of_rank))
-        rows = []
-        for line in predicted:
-            rows.append((f"rank {line.pp_rank} predicted", _of_step(line, 0, 0.0)))
+        beside = []
+        for row, line in zip(rows, predicted, strict=True):
+            beside.append(replace(row, name=f"rank {line.pp_rank} predicted"))
             for run in of_rank.get(line.pp_rank, [])[:most]:
                 name = f"rank {line.pp_rank} measured ({run.rank})"
+                recorded = _row(name, run, step, start_s - run.clock_offset_s)
                 # A rank that was killed may lack the step.
-                if spans := _of_step(run, step, start_s - run.clock_offset_s):
-                    rows.append((name, spans))
-        recorded = [name for name, _ in rows if " measured (" in name]
+                if recorded.jobs:
+                    beside.append(recorded)
         measured_s = max(
-            (span.end_s for name, spans in rows if name in recorded for span in spans),
-            default=0.0,
+            (span.end_s for row in beside if not row.step_s for span in row.jobs), default=0.0
         )
         # What a rank waits is a part of its own step: the other may be longer.
-        step_s = {name: measured_s if name in recorded else predicted_s for name, _ in rows}
+        rows = [replace(row, step_s=row.step_s or measured_s) for row in beside]
         told = (
             f"One step is predicted to take {format_seconds(predicted_s)} and took "
             f"{format_seconds(measured_s)}."
         )
         note = f" Step {step} of the recorded run is the one of median length."
-    end_s = max(step_s.values())
+    end_s = max(row.step_s for row in rows)
     shown, cut = _first_and_last(rows)
     if cut:
         note += (
             f" Of {cut:,} jobs in the middle of the step only the first and the last are drawn: "
             "they repeat."
         )
-    data = []
-    for kind, (label, color) in _KINDS.items():
-        bars = [(name, span) for name, spans in shown for span in spans if span.kind == kind]
-        if not bars:
-            continue
-        data.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": label,
-                "y": [name for name, _ in bars],
-                "base": [_ms(span.start_s) for _, span in bars],
-                "x": [_ms(span.end_s - span.start_s) for _, span in bars],
-                "text": ["" if span.microbatch < 0 else str(span.microbatch) for _, span in bars],
-                "customdata": [[span.name, _ms(span.end_s)] for _, span in bars],
-                "hovertemplate": "%{customdata[0]}: %{base:.4~g} to %{customdata[1]:.4~g} ms"
-                "<extra>%{y}</extra>",
-                "textposition": "inside",
-                "insidetextanchor": "middle",
-                "constraintext": "inside",
-                "textangle": 0,
-                "textfont": {"color": "#fff", "size": 11},
-                "marker": {"color": COLORS[color], "line": {"width": 0.5, "color": "@surface"}},
-            }
+    names = [
+        name for row in shown for name in (row.name, *(f"{row.name} {lane}" for lane in row.lanes))
+    ]
+    if len(names) > len(shown):
+        note += (
+            " Below the jobs stands what is exchanged. Within a predicted job only its sums by "
+            "axis are known: what is beside its compute is drawn at the end of that, and what is "
+            "exposed behind it."
         )
-    names = [name for name, _ in rows]
     layout = layout_of(
         Axis(title="time from the step's start (ms)", more={"range": [0, _ms(end_s)]}),
         Axis(title="", more={"categoryorder": "array", "categoryarray": names[::-1],
                              "fixedrange": True}),
-        height=110 + 34 * len(names),
+        height=110 + 34 * len(shown) + 22 * (len(names) - len(shown)),
         barmode="overlay", bargap=0.12, dragmode="zoom",
         uniformtext={"minsize": 9, "mode": "hide"},
     )  # fmt: skip
-    idle = {name: 1 - _works(spans) / step_s[name] for name, spans in rows}
+    idle = {row.name: 1 - row.works_s / row.step_s for row in rows}
     least, most_idle = min(idle, key=idle.__getitem__), max(idle, key=idle.__getitem__)
     waits = (
         f"{most_idle.capitalize()} runs jobs for {1 - idle[most_idle]:.1%} of its step, {least} "
@@ -130,43 +173,131 @@ def timeline_chart(predicted: Sequence[RankTimeline], measured: Sequence[RankTim
     )
     return Chart(
         name="timeline",
-        data=data,
+        data=[*_job_bars(shown), *_lane_bars(shown)],
         layout=layout,
         summary=f"{told} {waits}{note} Numbers in bars are microbatches.",
         table=Table(
-            columns=("", "jobs", "runs them", "waits or sends", "first job", "last job ends"),
-            rows=tuple(
-                (
-                    name,
-                    str(len(spans)),
-                    format_seconds(_works(spans)),
-                    format_seconds(step_s[name] - _works(spans)),
-                    format_seconds(spans[0].start_s),
-                    format_seconds(spans[-1].end_s),
-                )
-                for name, spans in rows
+            columns=(
+                "", "jobs", "runs them", "waits or sends", "first job", "last job ends",
+                "exchanges, exposed", "exchanges, beside compute",
             ),
+            rows=tuple(row.told() for row in rows),
         ),
         zooms=True,
-    )
+    )  # fmt: skip
 
 
-def _of_step(line: RankTimeline, step: int, start_s: float) -> list[Span]:
-    """Return a rank's jobs of a step, from its start, in order."""
-    spans = [span for span in line.spans if span.step == step and span.kind in _KINDS]
-    spans.sort(key=lambda span: span.start_s)
-    return [
-        Span(
-            kind=span.kind,
-            name=span.name,
-            step=step,
-            start_s=span.start_s - start_s,
-            end_s=span.end_s - start_s,
-            stage=span.stage,
-            microbatch=span.microbatch,
-        )
-        for span in spans
+def _job_bars(rows: Sequence[_Row]) -> Iterator[dict[str, Any]]:
+    for kind, (label, color) in _KINDS.items():
+        bars = [(row.name, span) for row in rows for span in row.jobs if span.kind == kind]
+        if bars:
+            yield _bars(
+                label,
+                color,
+                [(name, span.start_s, span.end_s) for name, span in bars],
+                "%{customdata[0]}: %{base:.4~g} to %{customdata[1]:.4~g} ms",
+                [[span.name, _ms(span.end_s)] for _, span in bars],
+            ) | {
+                "text": ["" if span.microbatch < 0 else str(span.microbatch) for _, span in bars],
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "constraintext": "inside",
+                "textangle": 0,
+                "textfont": {"color": "#fff", "size": 11},
+            }
+
+
+def _lane_bars(rows: Sequence[_Row]) -> Iterator[dict[str, Any]]:
+    every = [
+        (f"{row.name} {lane}", each)
+        for row in rows
+        for lane, found in row.lanes.items()
+        for each in found
     ]
+    beside = [(name, each) for name, each in every if each.hidden_s > 0]
+    exposed = [(name, each, at) for name, each in every for at in each.exposed]
+    if beside:
+        yield _bars(
+            BESIDE_COMPUTE,
+            "teal",
+            [(name, each.span.start_s, each.span.end_s) for name, each in beside],
+            _LANE_HOVER,
+            [_of_exchange(each) for _, each in beside],
+            is_lane=True,
+        )
+    if exposed:
+        yield _bars(
+            EXPOSED,
+            "red",
+            [(name, *at) for name, _, at in exposed],
+            _LANE_HOVER,
+            [_of_exchange(each) for _, each, _ in exposed],
+            is_lane=True,
+        )
+
+
+_LANE_HOVER = (
+    "%{customdata[0]}<br>%{customdata[1]:.4~g} ms beside compute, %{customdata[2]:.4~g} ms exposed"
+)
+
+
+def _of_exchange(each: Exchange) -> list[Any]:
+    """Return what a bar of it tells: what it is, and milliseconds hidden and exposed."""
+    span = each.span
+    of_job = "" if span.microbatch < 0 else f", microbatch {span.microbatch}"
+    count = f"{span.number} " if span.number > 1 else ""
+    size = f", {format_bytes(span.num_bytes)}" if span.num_bytes else ""
+    return [f"{count}{span.name}{size}{of_job}", _ms(each.hidden_s), _ms(each.exposed_s)]
+
+
+def _bars(
+    label: str,
+    color: str,
+    bars: Sequence[tuple[str, float, float]],
+    hover: str,
+    told: Sequence[Sequence[Any]],
+    *,
+    is_lane: bool = False,
+) -> dict[str, Any]:
+    """Return bars (row, start, end) of one kind; those of lanes are lower, and may be so short that
+    an edge would leave nothing of them.
+    """
+    shape = {"width": LANE_WIDTH} if is_lane else {}
+    edge = {"width": 0 if is_lane else 0.5, "color": "@surface"}
+    return shape | {
+        "type": "bar",
+        "orientation": "h",
+        "name": label,
+        "y": [name for name, _, _ in bars],
+        "base": [_ms(start_s) for _, start_s, _ in bars],
+        "x": [_ms(end_s - start_s) for _, start_s, end_s in bars],
+        "customdata": list(told),
+        "hovertemplate": f"{hover}<extra>%{{y}}</extra>",
+        "marker": {"color": COLORS[color], "line": edge},
+    }
+
+
+def _row(name: str, line: RankTimeline, step: int, start_s: float) -> _Row:
+    """Return a rank's step, from its start, jobs in order."""
+
+    def moved(span: Span) -> Span:
+        return replace(
+            span, start_s=span.start_s - start_s, end_s=span.end_s - start_s, memory_bytes=0
+        )
+
+    own = replace(line, spans=tuple(moved(span) for span in line.spans if span.step == step))
+    found: dict[str, list[Exchange]] = {}
+    for each in exchanges(own):
+        if each.span.end_s > each.span.start_s:
+            lane = STAGES if each.lane.startswith(STAGES) else each.lane
+            found.setdefault(lane, []).append(each)
+    return _Row(
+        name=name,
+        jobs=sorted(
+            (span for span in own.spans if span.kind in _KINDS), key=lambda span: span.start_s
+        ),
+        lanes={lane: found[lane] for lane in in_order(set(found))},
+    )
 
 
 def _typical_step(measured: Sequence[RankTimeline]) -> int:
@@ -178,23 +309,37 @@ def _typical_step(measured: Sequence[RankTimeline]) -> int:
     return by_length[len(by_length) // 2][1]
 
 
-def _works(spans: Sequence[Span]) -> float:
-    return sum(span.end_s - span.start_s for span in spans if span.kind in (*JOB_KINDS, OPTIMIZER))
-
-
-def _first_and_last(
-    rows: list[tuple[str, list[Span]]],
-) -> tuple[list[tuple[str, list[Span]]], int]:
-    """Return rows of which no more are left than can be drawn, and how many jobs are not."""
-    total = sum(len(spans) for _, spans in rows)
+def _first_and_last(rows: Sequence[_Row]) -> tuple[list[_Row], int]:
+    """Return rows with no more bars than can be drawn, and how many jobs are not."""
+    half = MOST_LANES // 2
+    if len(rows) > MOST_LANES:
+        # Of many ranks the lanes of the first and the last are drawn.
+        rows = [
+            row if place < half or place >= len(rows) - half else replace(row, lanes={})
+            for place, row in enumerate(rows)
+        ]
+    total, num_jobs = sum(row.num_bars for row in rows), sum(len(row.jobs) for row in rows)
     if total <= MOST_JOBS:
-        return rows, 0
-    each = max(2, MOST_JOBS // len(rows) // 2)
-    kept = [
-        (name, spans if len(spans) <= 2 * each else [*spans[:each], *spans[-each:]])
-        for name, spans in rows
-    ]
-    return kept, total - sum(len(spans) for _, spans in kept)
+        return list(rows), 0
+    each = max(2, MOST_JOBS * num_jobs // total // len(rows) // 2)
+    kept = []
+    for row in rows:
+        if len(row.jobs) > 2 * each:
+            left_s, again_s = row.jobs[each].start_s, row.jobs[-each].start_s
+            row = replace(
+                row,
+                jobs=[*row.jobs[:each], *row.jobs[-each:]],
+                lanes={
+                    lane: [
+                        one
+                        for one in found
+                        if one.span.start_s < left_s or one.span.end_s > again_s
+                    ]
+                    for lane, found in row.lanes.items()
+                },
+            )
+        kept.append(row)
+    return kept, num_jobs - sum(len(row.jobs) for row in kept)
 
 
 def memory_chart(

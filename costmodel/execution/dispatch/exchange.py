@@ -40,45 +40,56 @@ def exchange_seconds(
     """
     if axis.size == 1:
         return 0.0, 0.0
+    group, (sent, sent_back) = axis.group, exchange_bytes(op, local, axis, dispatcher)
     if op.target != EXCHANGE_ROWS:
-        return _gathered_seconds(op, local, profile, axis)
-    group = axis.group
-    sizes = [local.tensor[name].bytes_at(1) for name in (op.inputs[0], *op.outputs)]
-    rows = max(sizes) if dispatcher.waits_for_fullest else min(sizes)
+        there, back = _gathers(op, local)
+        return tuple(  # type: ignore[return-value]
+            sum(
+                profile.collective_seconds(kind, size, group).seconds
+                for kind, size in collectives
+                if size
+            )
+            for collectives in (there, back)
+        )
     is_wide = group.num_nodes == 1 and group.size > MEASURED_RANKS
     part = dispatcher.network_part if group.num_nodes > 1 else dispatcher.link_part
     part *= dispatcher.wide_part if is_wide else 1.0
-    sent = rows * sent_part(dispatcher, experts_per_token(local), group)
-    narrow = _narrow_part(local.tensor[op.outputs[0]].dtype, dispatcher)
     fixed_s = dispatcher.peer_s * (group.size - group.ranks_per_node)
 
     def seconds(num_bytes: float) -> float:
         return fixed_s + profile.collective_seconds("all_to_all", num_bytes, group).seconds / part
 
+    return seconds(sent), seconds(sent_back)
+
+
+def exchange_bytes(
+    op: Op, local: Program, axis: Axis, dispatcher: Dispatcher
+) -> tuple[float, float]:
+    """Return the bytes of an exchange of rows of a rank's program, and of their gradients'."""
+    if op.target != EXCHANGE_ROWS:
+        there, back = (sum(size for _, size in each) for each in _gathers(op, local))
+        return there, back
+    sizes = [local.tensor[name].bytes_at(1) for name in (op.inputs[0], *op.outputs)]
+    rows = max(sizes) if dispatcher.waits_for_fullest else min(sizes)
+    sent = rows * sent_part(dispatcher, experts_per_token(local), axis.group)
+    narrow = _narrow_part(local.tensor[op.outputs[0]].dtype, dispatcher)
     # Rows go there in fewer bytes; results, and all gradients, keep their own.
     is_there = not op.args[3]
-    return seconds(sent * narrow if is_there else sent), seconds(sent)
+    return (sent * narrow if is_there else sent), sent
 
 
-def _gathered_seconds(op: Op, local: Program, profile: Profile, axis: Axis) -> tuple[float, float]:
-    """Return the same where tokens of all ranks are gathered, or sums scattered, one of which is
-    the other's gradient.
+_Gathers = list[tuple[CollectiveKind, int]]
+
+
+def _gathers(op: Op, local: Program) -> tuple[_Gathers, _Gathers]:
+    """Return the collectives (kind, bytes) where tokens of all ranks are gathered, or sums
+    scattered, and those of the gradients: one is the other's.
     """
     *told, (kind, whole) = inner_collectives(op, local.tensor)
-    back: list[tuple[CollectiveKind, int]] = [
-        ("reduce_scatter" if kind == "all_gather" else "all_gather", whole)
-    ]
+    back: _Gathers = [("reduce_scatter" if kind == "all_gather" else "all_gather", whole)]
     if op.target == SCATTER_ROWS:  # (Of weights; experts' numbers have no gradient.)
         back += [("reduce_scatter", size) for _, size in told]
-
-    def seconds(collectives: list[tuple[CollectiveKind, int]]) -> float:
-        return sum(
-            profile.collective_seconds(each, size, axis.group).seconds
-            for each, size in collectives
-            if size
-        )
-
-    return seconds([*told, (kind, whole)]), seconds(back)
+    return [*told, (kind, whole)], back
 
 
 def _narrow_part(dtype: str, dispatcher: Dispatcher) -> float:

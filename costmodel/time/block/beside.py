@@ -19,8 +19,8 @@ from profiles import Profile
 class Beside(NamedTuple):
     """What runs beside the collectives of a block's backward."""
 
-    hidden_s: float
-    """Seconds of the collectives that do not show."""
+    hidden_s: Mapping[str, float]
+    """By redistribution: seconds of its collective that do not show."""
     weight_s: float
     """Seconds of the weight gradients that are made beside them: no later job makes these."""
 
@@ -35,12 +35,12 @@ def beside_collectives(
     """Return what a bound local program hides; `collective_s` are the seconds of redistributions'
     collectives in the backward, `weight_s` those of products' weight gradients, by op.
     """
-    hidden_s = made_s = 0.0
+    hidden_s, made_s = {}, 0.0
     for name, products in products_beside(local).items():
         compute_s = sum(weight_s[product] for product in products)
         made_s += compute_s
         alone_s = collective_s.get(name, 0.0)
-        hidden_s += alone_s - shown_seconds(profile, alone_s, compute_s)
+        hidden_s[name] = alone_s - shown_seconds(profile, alone_s, compute_s)
     return Beside(hidden_s, made_s)
 
 

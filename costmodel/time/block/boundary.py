@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from costmodel.time.block.moved import BlockMoved, Moved, shown_s
 from planner.language.graph import ModelGraph
 from planner.language.layout.placement import Placement, Replicate, Shard, parse_placement
 from planner.language.layout.redistribute import collectives
@@ -40,11 +41,31 @@ def block_entry_seconds(
     """Return seconds (forward, backward) of bringing a block's inputs to where it takes them
     on one axis; `others` tell how they lie on the other axes, with the size of each.
     """
+    entry = block_entry(
+        graph, block_index, layouts, profile,
+        axis="", group=group, microbatch_size=microbatch_size, others=others,
+    )  # fmt: skip
+    return shown_s(entry.forward), shown_s(entry.backward)
+
+
+def block_entry(
+    graph: ModelGraph,
+    block_index: int,
+    layouts: Layouts,
+    profile: Profile,
+    *,
+    axis: str,
+    group: Group,
+    microbatch_size: int,
+    others: Sequence[tuple[Layouts, int]] = (),
+) -> BlockMoved:
+    """Return the collectives that do it, on this axis; nothing hides them."""
+    forward: list[Moved] = []
+    backward: list[Moved] = []
     if group.size == 1:
-        return 0.0, 0.0
+        return BlockMoved()
     block = graph.blocks[block_index]
     layout = layouts.get(block.class_index)
-    forward_s = backward_s = 0.0
     for position, name in enumerate(block.inputs):
         source = placement_of(graph, name, layouts)
         taken = parse_placement(layout.inputs[position]) if layout else Replicate()
@@ -58,8 +79,8 @@ def block_entry_seconds(
                 num_bytes //= size
         # Blocks end with whole gradients, so none is a partial sum here (`StageModule._as`).
         there, back = collectives(source, taken, False)
-        if there:
-            forward_s += profile.collective_seconds(there, num_bytes, group).seconds
-        if back and meta.requires_grad:
-            backward_s += profile.collective_seconds(back, num_bytes, group).seconds
-    return forward_s, backward_s
+        for kind, moved in ((there, forward), (back if meta.requires_grad else None, backward)):
+            if kind:
+                seconds = profile.collective_seconds(kind, num_bytes, group).seconds
+                moved.append(Moved(axis, 1, num_bytes, seconds, seconds))
+    return BlockMoved(tuple(forward), tuple(backward))

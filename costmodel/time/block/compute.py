@@ -7,6 +7,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from costmodel.time.block.in_chunks import seconds_in_chunks
+from costmodel.time.block.moved import BlockMoved, Moved, shown_s
 from costmodel.time.block.narrow import narrow_seconds
 from costmodel.time.communication import beside_seconds
 from costmodel.topology import Axis, axis_group, neighbours
@@ -96,15 +97,23 @@ def redistribute_seconds(
     op: Op, tensor: Mapping[str, TensorMeta], profile: Profile, axes: Mapping[str, Axis]
 ) -> tuple[float, float]:
     """Return seconds (forward, backward) of a `planner.redistribute` op of a local program."""
+    there_s, back_s, _ = redistribution(op, tensor, profile, axes)
+    return there_s, back_s
+
+
+def redistribution(
+    op: Op, tensor: Mapping[str, TensorMeta], profile: Profile, axes: Mapping[str, Axis]
+) -> tuple[float, float, int]:
+    """Return those seconds, and the bytes that move in either direction."""
     axis = axes[str(op.args[1])]
     if axis.size == 1:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0
     (forward_kind, backward_kind), num_bytes = op_collectives(op, dict(tensor), axis.size)
     forward_s = _collective(profile, forward_kind, num_bytes, axis.group)
     # Without a gradient of the input no collective runs in the backward.
     if not tensor[op.inputs[0]].requires_grad:
-        return forward_s, 0.0
-    return forward_s, _collective(profile, backward_kind, num_bytes, axis.group)
+        return forward_s, 0.0, num_bytes
+    return forward_s, _collective(profile, backward_kind, num_bytes, axis.group), num_bytes
 
 
 def inner_seconds(
@@ -113,13 +122,27 @@ def inner_seconds(
     """Return seconds of each collective inside a local op of ours (a sharded loss), forward."""
     if op.target == GATHER_SAMPLES:
         return gather_seconds(op, tensor, profile, apart=prod(axis.size for axis in axes.values()))
-    axis = next((axes[arg] for arg in op.args if isinstance(arg, str) and arg in axes), None)
+    axis = axes.get(inner_axis(op, axes))
     if axis is None or axis.size == 1:
         return ()
     return tuple(
         _collective(profile, kind, num_bytes, axis.group)
         for kind, num_bytes in inner_collectives(op, dict(tensor))
     )
+
+
+def inner_axis(op: Op, axes: Mapping[str, Axis]) -> str:
+    """Return the axis along which collectives inside a local op of ours run; "dp" where samples of
+    all replicas are gathered, "" of an op without any.
+    """
+    if op.target == GATHER_SAMPLES:
+        return "dp"
+    return next((arg for arg in op.args if isinstance(arg, str) and arg in axes), "")
+
+
+def inner_bytes(op: Op, tensor: Mapping[str, TensorMeta]) -> int:
+    """Return the bytes of all collectives inside a local op of ours."""
+    return sum(num_bytes for _, num_bytes in inner_collectives(op, dict(tensor)))
 
 
 def ring_seconds(
@@ -140,18 +163,36 @@ def ring_seconds(
 
     On a CPU messages take the cores that compute: nothing is hidden.
     """
+    there, back = ring_moved(op, tensor, profile, axes, compute_s)
+    return there.shown_s, back.shown_s
+
+
+def ring_moved(
+    op: Op,
+    tensor: Mapping[str, TensorMeta],
+    profile: Profile,
+    axes: Mapping[str, Axis],
+    compute_s: tuple[float, float],
+) -> tuple[Moved, Moved]:
+    """Return these messages (forward, backward)."""
     messages, messages_home = ring_messages(op)
-    if not messages + messages_home:
-        return 0.0, 0.0
+    axis = str(op.args[13])
     num_bytes = sum(tensor[name].bytes_at(1) for name in op.inputs[1:3])
-    pair = neighbours(axes[str(op.args[13])].group)
-    each_s = profile.collective_seconds("send_recv", num_bytes, pair).seconds
-    there_s, back_s, home_s = messages * each_s, 2 * messages * each_s, messages_home * each_s
-    if profile.cluster.device_type != "cpu":
+    each_s = shown_s = shown_back_s = 0.0
+    if messages + messages_home:
+        pair = neighbours(axes[axis].group)
+        each_s = profile.collective_seconds("send_recv", num_bytes, pair).seconds
+        shown_s, shown_back_s = messages * each_s, 2 * messages * each_s
+    if each_s and profile.cluster.device_type != "cpu":
         beside = messages / (messages + 1)
-        there_s = float(beside_seconds(profile, there_s, beside * compute_s[0]))
-        back_s = float(beside_seconds(profile, back_s, beside * compute_s[1]))
-    return there_s, back_s + home_s
+        shown_s = float(beside_seconds(profile, shown_s, beside * compute_s[0]))
+        shown_back_s = float(beside_seconds(profile, shown_back_s, beside * compute_s[1]))
+
+    def moved(count: int, shown_s: float) -> Moved:
+        return Moved(axis, count, count * num_bytes, count * each_s, shown_s)
+
+    back = moved(2 * messages + messages_home, shown_back_s + messages_home * each_s)
+    return moved(messages, shown_s), back
 
 
 def ring_messages(op: Op) -> tuple[int, int]:
@@ -201,11 +242,19 @@ class ProgramTimes(NamedTuple):
     """Seconds of the backward that make weight gradients."""
     beside_s: float
     """Part of that which is made beside collectives of the backward."""
-    forward_comm_s: float
-    """Seconds of exposed collectives in the forward."""
-    backward_comm_s: float
-    """Seconds of exposed collectives in the backward."""
+    moved: BlockMoved
+    """Its collectives."""
     forward_flop: float
     """Flop of the forward."""
     backward_flop: float
     """Flop of the backward, recomputation not counted."""
+
+    @property
+    def forward_comm_s(self) -> float:
+        """Seconds of exposed collectives in the forward."""
+        return shown_s(self.moved.forward)
+
+    @property
+    def backward_comm_s(self) -> float:
+        """Seconds of exposed collectives in the backward."""
+        return shown_s(self.moved.backward)

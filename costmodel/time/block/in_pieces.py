@@ -34,6 +34,8 @@ class Shown:
 
     moved: Mapping[str, float] = field(default_factory=dict)
     """By redistribution: what of its collectives shows."""
+    whole: Mapping[str, float] = field(default_factory=dict)
+    """By redistribution: all its pieces, nothing hidden."""
     products: Mapping[str, float] = field(default_factory=dict)
     """By product: all its pieces, with copies."""
 
@@ -47,6 +49,7 @@ def seconds_in_pieces(
     op_of = {op.name: op for op in local.ops}
     taken = deferrable_products(local)
     moved: dict[str, float] = {}
+    whole: dict[str, float] = {}
     products: dict[str, float] = {}
     # What is cut, beside the products' own input: a gather's results are put together, a scatter's
     # rows are brought together ahead of each product.
@@ -69,12 +72,13 @@ def seconds_in_pieces(
         }
         piece_s, _ = redistribute_seconds(moving, part, profile, axes)
         each_s = [op_seconds(op, part, profile)[0] for op, _ in around]
+        whole[moving.name] = pieces * piece_s
         moved[moving.name] = piece_s + shown_seconds(
             profile, (pieces - 1) * piece_s, (pieces - 1) * sum(each_s)
         )
         for (op, copied), seconds in zip(around, each_s, strict=True):
             products[op.name] = pieces * seconds + _copy_seconds(local.tensor[copied], profile)
-    return Shown(moved, products)
+    return Shown(moved=moved, whole=whole, products=products)
 
 
 def _piece(meta: TensorMeta, dim: int, pieces: int) -> TensorMeta:

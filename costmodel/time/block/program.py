@@ -11,21 +11,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from costmodel.execution.dispatch.dispatcher import Dispatcher
-from costmodel.execution.dispatch.exchange import EXCHANGES, exchange_seconds
+from costmodel.execution.dispatch.exchange import EXCHANGES, exchange_bytes, exchange_seconds
 from costmodel.memory.block.graph_bytes import graph_bytes
 from costmodel.table.fusion import FUSED_TARGET, Kernels, fused_seconds, num_kernels
 from costmodel.time.block.beside import Beside, beside_collectives
 from costmodel.time.block.compute import (
     ProgramTimes,
     Spent,
+    inner_axis,
+    inner_bytes,
     inner_seconds,
     op_seconds,
     op_works,
-    redistribute_seconds,
-    ring_messages,
-    ring_seconds,
+    redistribution,
+    ring_moved,
 )
 from costmodel.time.block.in_pieces import seconds_in_pieces
+from costmodel.time.block.moved import BlockMoved, Moved, shown_s, with_waits
 from costmodel.topology import Axis
 from planner.language.graph import Program
 from planner.language.layout.redistribute import goes_back
@@ -86,56 +88,55 @@ def profiled_times(
     seconds = _seconds_of_ops(local, profile, kernels, works)
     cut = in_pieces(local, pieces if kernels == "eager" else 1, recomputed)
     shown = seconds_in_pieces(local, profile, axes, cut, pieces)
-    forward_s = backward_s = recomputed_s = forward_comm_s = backward_comm_s = 0.0
+    forward_s = backward_s = recomputed_s = 0.0
     weight_of: dict[str, float] = {}
-    moved_back: dict[str, float] = {}
-    again_comm_s = 0.0
+    moved: list[Moved] = []
+    moved_back: dict[str, Moved] = {}  # by the name of the op that it is of
+    again_moved: list[Moved] = []
     forward_flop = backward_flop = 0.0
-    views = backward_views = backward_ops = forward_waits = backward_waits = 0
+    views = backward_views = backward_ops = 0
     more = backward_more = again_more = 0
     # What takes the host longer than another op.
     moves = back_moves = again_moves = again_products = 0
     for op in local.ops:
         if op.target == "planner.redistribute":
-            there, back = redistribute_seconds(op, tensor, profile, axes)
+            there, back, num_bytes = redistribution(op, tensor, profile, axes)
+            axis, is_again = str(op.args[1]), op.name in recomputed
             times = pieces if op.name in shown.moved else 1
-            there = shown.moved.get(op.name, there)
-            forward_comm_s += there
-            backward_comm_s += back
-            moved_back[op.name] = back
-            again_comm_s += there if op.name in recomputed else 0.0
-            forward_waits += times * (there > 0)
-            backward_waits += back > 0
-            moves += times * (there > 0)
-            back_moves += back > 0
-            again_moves += times * (there > 0 and op.name in recomputed)
+            there = shown.whole.get(op.name, there)
+            if there > 0:
+                moved.append(Moved(axis, times, num_bytes, there, shown.moved.get(op.name, there)))
+                again_moved += moved[-1:] * is_again
+                moves += times
+                again_moves += times * is_again
+            if back > 0:
+                moved_back[op.name] = Moved(axis, 1, num_bytes, back, back)
+                back_moves += 1
             continue
         if op.target.startswith("planner."):
-            inner = inner_back = inner_seconds(op, tensor, profile, axes)
+            inner = inner_seconds(op, tensor, profile, axes)
+            sent_s = sent_back_s = sum(inner)
+            sent = sent_back = float(inner_bytes(op, tensor)) if inner else 0.0
             if op.target in EXCHANGES and inner:
-                sent_s, sent_back_s = exchange_seconds(op, local, profile, axes["ep"], dispatcher)
-                # (The host waits for each of the collectives.)
-                inner, inner_back = (
-                    ((each_s + dispatcher.call_s) / len(inner),) * len(inner)
-                    for each_s in (sent_s, sent_back_s)
+                sent, sent_back = exchange_bytes(op, local, axes["ep"], dispatcher)
+                sent_s, sent_back_s = (
+                    each_s + dispatcher.call_s
+                    for each_s in exchange_seconds(op, local, profile, axes["ep"], dispatcher)
                 )
-            forward_comm_s += sum(inner)
-            again_comm_s += sum(inner) if op.name in recomputed else 0.0
-            forward_waits += len(inner)
+            axis, is_again = inner_axis(op, axes), op.name in recomputed
+            if inner:  # (The host waits for each of the collectives.)
+                moved.append(Moved(axis, len(inner), sent, sent_s, sent_s))
+                again_moved += moved[-1:] * is_again
             if op.target == RING:
-                there, back = ring_seconds(op, tensor, profile, axes, seconds[op.name])
-                messages, home = ring_messages(op)
-                forward_comm_s += there
-                backward_comm_s += back
-                again_comm_s += there if op.name in recomputed else 0.0
-                forward_waits += messages
-                backward_waits += 2 * messages + home
-                moves += messages
-                back_moves += 2 * messages + home
-                again_moves += messages if op.name in recomputed else 0
-            if goes_back(op, tensor):  # gradients of rows go the same way, back
-                backward_comm_s += sum(inner_back)
-                backward_waits += len(inner_back)
+                sent_on, sent_home = ring_moved(op, tensor, profile, axes, seconds[op.name])
+                moved.append(sent_on)
+                moved_back[op.name] = sent_home
+                again_moved += [sent_on] * is_again
+                moves += sent_on.number
+                back_moves += sent_home.number
+                again_moves += sent_on.number * is_again
+            if inner and goes_back(op, tensor):  # gradients of rows go the same way, back
+                moved_back[op.name] = Moved(axis, len(inner), sent_back, sent_back_s, sent_back_s)
         there, back = seconds[op.name]
         if op.name in shown.products:
             there = shown.products[op.name]
@@ -197,13 +198,6 @@ def profiled_times(
         # A compiled backward is cut at each collective beside which weight gradients are made.
         calls=len(products_beside(local)) if beside and kernels == "fused" else 0,
     )
-    # Each collective waits for the slowest of its ranks.
-    forward_comm_s += profile.wait_seconds(
-        forward.device_s + forward.host_s, forward_waits, inside=True
-    )
-    backward_comm_s += profile.wait_seconds(
-        backward.device_s + backward.host_s, backward_waits, inside=True
-    )
     # What runs again is priced as a forward of these ops alone: their seconds on the device against
     # their own launches on the host.
     again = [op for op in local.ops if op.name in recomputed]
@@ -224,20 +218,39 @@ def profiled_times(
     # Of corrections of the whole block, weight gradients have their share.
     share = backward.device_s / backward_s if backward_s else 1.0
     weight_of = {name: each * share for name, each in weight_of.items()}
-    hides = Beside(0.0, 0.0)
+    hides = Beside({}, 0.0)
     if beside:
-        hides = beside_collectives(local, profile, collective_s=moved_back, weight_s=weight_of)
+        hides = beside_collectives(
+            local,
+            profile,
+            collective_s={name: each.seconds for name, each in moved_back.items()},
+            weight_s=weight_of,
+        )
+    shown_back = [
+        each._replace(shown_s=each.shown_s - hides.hidden_s.get(name, 0.0))
+        for name, each in moved_back.items()
+    ]
+    # Each collective waits for the slowest of its ranks.
+    waited_s, waited_back_s = (
+        profile.wait_seconds(
+            spent.device_s + spent.host_s, sum(each.number for each in of_half), inside=True
+        )
+        for spent, of_half in ((forward, moved), (backward, shown_back))
+    )
     weight_s = sum(weight_of.values())
     # The host waits op by op, and each product's weight gradient is one of these.
     waited = backward.host_s * len(products) / max(backward_ops, 1)
     return ProgramTimes(
         forward=forward,
         backward=backward,
-        recomputed=Spent(again_spent.device_s + again_comm_s, again_spent.host_s),
+        recomputed=Spent(again_spent.device_s + shown_s(again_moved), again_spent.host_s),
         weight_s=weight_s + waited,
         beside_s=hides.weight_s * (1 + waited / weight_s) if weight_s else 0.0,
-        forward_comm_s=forward_comm_s,
-        backward_comm_s=backward_comm_s - hides.hidden_s,
+        moved=BlockMoved(
+            with_waits(moved, float(waited_s)),
+            with_waits(shown_back, float(waited_back_s)),
+            tuple(again_moved),
+        ),
         forward_flop=forward_flop,
         backward_flop=backward_flop,
     )

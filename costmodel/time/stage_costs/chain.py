@@ -20,7 +20,8 @@ import numpy as np
 from costmodel.cache import BlockPrice, CostCache
 from costmodel.memory.block.block_bytes import backward_bytes, late_bytes, rest_bytes
 from costmodel.memory.block.placed_block import BlockBytes
-from costmodel.time.block.boundary import block_entry_seconds
+from costmodel.time.block.boundary import block_entry
+from costmodel.time.block.moved import BlockMoved, shown_s
 from costmodel.time.stage_costs.load import LOAD_FIELDS, StageLoad
 from costmodel.time.stage_costs.messages import Messages
 from costmodel.time.stage_costs.runs import (
@@ -126,7 +127,12 @@ class ChainCosts:
         of_class = {index: price.times for index, price in self._prices.items()}
         columns = self._along(of_class, TIME_FIELDS)
         has_backward = self._along(self._prices, ("has_backward",))["has_backward"]
-        for there, back in self._entries():
+        for of_axis in self._entries:
+            shown = {
+                entry: (shown_s(moved.forward), shown_s(moved.backward))
+                for entry, moved in of_axis.items()
+            }
+            there, back = np.array([shown[entry] for entry in self.costs.links.entries]).T
             # A second run begins as the first did: its inputs are brought to their placement again.
             columns["comm_forward_s"] += there
             columns["rerun_s"] += there * has_backward
@@ -256,25 +262,41 @@ class ChainCosts:
         values = self.costs.side_values(self.split.microbatch_size)
         return values.num_bytes(frozenset().union(*self._sides[first:end]), fixed=False)
 
-    def _entries(self) -> Iterator[tuple[Floats, Floats]]:
-        """Yield, for each axis, the seconds of bringing each block's inputs to their place."""
+    @cached_property
+    def _entries(self) -> tuple[Mapping[int, BlockMoved], ...]:
+        """For each axis the collectives that bring inputs to where a block takes them, by entry.
+
+        Blocks of one entry take the same placements from blocks of the same classes.
+        """
         degrees, entries = self.split.degrees, self.costs.links.entries
         groups = lowered_groups(self.costs.profile.cluster, degrees)
+        every = []
         for axis, own in self.layouts.items():
             others = [
                 (other, degrees[name]) for name, other in self.layouts.items() if name != axis
             ]
-            found: dict[int, tuple[float, float]] = {}
+            found: dict[int, BlockMoved] = {}
             for index, entry in enumerate(entries):
-                # Blocks of one entry take the same placements from blocks of the same classes.
                 if entry not in found:
-                    found[entry] = block_entry_seconds(
+                    found[entry] = block_entry(
                         self.graph, index, own, self.costs.profile,
-                        group=groups[axis].group, microbatch_size=self.split.microbatch_size,
-                        others=others,
+                        axis=axis, group=groups[axis].group,
+                        microbatch_size=self.split.microbatch_size, others=others,
                     )  # fmt: skip
-            there, back = np.array([found[entry] for entry in entries]).T
-            yield there, back
+            every.append(found)
+        return tuple(every)
+
+    def moved(self, index: int) -> BlockMoved:
+        """Return the collectives of a block, with those that bring its inputs to their place."""
+        entry = self.costs.links.entries[index]
+        parts = [of_axis[entry] for of_axis in self._entries]
+        parts.append(self._prices[self.graph.blocks[index].class_index].moved)
+        forward, backward, again = zip(*parts, strict=True)
+        return BlockMoved(sum(forward, ()), sum(backward, ()), sum(again, ()))
+
+    def has_backward(self, index: int) -> bool:
+        """Whether a gradient arrives at a block."""
+        return self._prices[self.graph.blocks[index].class_index].has_backward
 
     @cached_property
     def _ties(self) -> tuple[Tie, ...]:

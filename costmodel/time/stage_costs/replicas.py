@@ -8,10 +8,11 @@ has few kinds of such stages, so each kind is priced once and the answers are ke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from math import ceil
+from copy import copy
+from dataclasses import dataclass, fields, replace
+from math import ceil, inf
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,8 @@ from planner.language.plan.replication import Replication
 from profiles import Group, Lookup, Profile
 
 Floats = NDArray[np.float64]
+Counted = Literal["bytes", "messages"]
+"""What is counted of an exchange in place of its seconds."""
 _EXCHANGE = tuple(f.name for f in fields(DataParallelSeconds))
 _exchange_of = attrgetter(*_EXCHANGE)
 
@@ -85,8 +88,16 @@ class ReplicaPrices:
             and replication.expert_replicas is None
             and costs.execution.prices == "profile"
         )
+        self._exchange_profile = costs.profile
         self._updates: dict[tuple[float, ...], RankUpdate] = {}
         self._stages: dict[tuple[float, ...], tuple[float, ...]] = {}
+
+    def counted(self, what: Counted) -> ReplicaPrices:
+        """Return the same exchange, of which bytes or messages are counted in place of seconds."""
+        counted = copy(self)
+        counted._exchange_profile = cast(Profile, _CountedMessages(self._costs.profile, what))
+        counted._stages = {}
+        return counted
 
     def update(
         self,
@@ -157,7 +168,7 @@ class ReplicaPrices:
         frozen = frozen_bytes, frozen_backward_bytes
         key = param_bytes, num_blocks, num_params, *frozen, spread_bytes, num_spread, narrow_bytes
         if key not in self._stages:
-            profile = self._costs.profile
+            profile = self._exchange_profile
             seconds = _exchange_of(
                 self._exchange(
                     profile,
@@ -192,8 +203,10 @@ class ReplicaPrices:
         sizes["copies"] = sharing.copies
         if self._costs.execution.prices == "profile":
             return data_parallel_seconds(profile, group, replication, **sizes)
-        rated = cast(ExecutedProfile, profile)
-        return executed_exchange(rated, self._costs.execution, group, replication, **sizes)
+        rated, execution = cast(ExecutedProfile, profile), self._costs.execution
+        if isinstance(profile, _CountedMessages):
+            execution = replace(execution, unpack_s=0.0)  # (seconds of no message)
+        return executed_exchange(rated, execution, group, replication, **sizes)
 
     def least_s_per_byte(self, block_bytes: float, num_blocks: int) -> DataParallelSeconds:
         """Return seconds for each byte of parameters that no stage's exchange is below, of a chain
@@ -246,6 +259,32 @@ class _LeastMessages:
     def step_seconds(self, *_: Any, **__: Any) -> Lookup:
         """Return no time."""
         return Lookup(seconds=0.0, source="least", relative_error=0.0)
+
+
+class _CountedMessages:
+    """A profile on which a message takes as many seconds as it has bytes, or one, and work beside
+    messages none: formulas of seconds then count.
+    """
+
+    def __init__(self, profile: Profile, what: Counted) -> None:
+        self._profile, self._what = profile, what
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._profile, name)
+
+    @property
+    def cluster(self) -> Any:
+        """The machine, whose memory is infinitely fast."""
+        return replace(self._profile.cluster, memory_bytes_per_s=inf)
+
+    def collective_seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
+        """Return the count of a message."""
+        count = num_bytes if self._what == "bytes" else 1.0
+        return Lookup(seconds=count, source="counted", relative_error=0.0)
+
+    def step_seconds(self, *_: Any, **__: Any) -> Lookup:
+        """Return no time."""
+        return Lookup(seconds=0.0, source="counted", relative_error=0.0)
 
 
 def replica_prices(costs: CostCache, replication: Replication, replica: Degrees) -> ReplicaPrices:

@@ -28,7 +28,7 @@ from costmodel.execution.executed import waited_for_host
 from costmodel.time.communication import DataParallelSeconds, message_pieces
 from costmodel.time.stage_costs.chain import ChainCosts
 from costmodel.time.stage_costs.load import StageLoad
-from costmodel.time.stage_costs.replicas import ReplicaPrices, replica_prices
+from costmodel.time.stage_costs.replicas import Counted, ReplicaPrices, replica_prices
 from costmodel.time.stage_costs.runs import Flags, Floats, Indices
 from costmodel.time.stage_costs.times import RecomputeTimes, RunTimes
 from planner.language.plan import Recompute
@@ -111,7 +111,8 @@ class StageCosts:
         return replica_prices(chain.costs, self.replication, chain.split.degrees)
 
     @cached_property
-    def _replicas(self) -> tuple[DataParallelSeconds, Floats]:
+    def _held(self) -> tuple[tuple[Floats, ...], dict[str, Any]]:
+        """What runs' exchange with replicas depends on (`ReplicaPrices.of_stages`)."""
         runs = self.runs
         more: dict[str, Any] = {}
         if self.replication.zero_stage == 3:
@@ -122,7 +123,22 @@ class StageCosts:
         elif self.prices.gathers_narrow:
             more["narrow"] = runs.chain.loads.narrow(runs.start, runs.end)
         param_bytes, num_params = runs.params
-        return self.prices.of_stages(param_bytes, runs.num_blocks, num_params, **more)
+        return (param_bytes, runs.num_blocks, num_params), more
+
+    @cached_property
+    def _replicas(self) -> tuple[DataParallelSeconds, Floats]:
+        held, more = self._held
+        return self.prices.of_stages(*held, **more)
+
+    @property
+    def exchange(self) -> DataParallelSeconds:
+        """What is exchanged with replicas, nothing hidden."""
+        return self._replicas[0]
+
+    def exchanged(self, what: Counted) -> DataParallelSeconds:
+        """Return how many bytes, or messages, each part of that exchange has, in its place."""
+        held, more = self._held
+        return self.prices.counted(what).of_stages(*held, **more)[0]
 
     @cached_property
     def updated(self) -> tuple[Floats, ...]:

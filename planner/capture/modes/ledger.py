@@ -102,7 +102,14 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def span(
-        self, kind: str, name: str, stage: int = -1, microbatch: int = -1, *, on_host: bool = False
+        self,
+        kind: str,
+        name: str,
+        stage: int = -1,
+        microbatch: int = -1,
+        *,
+        on_host: bool = False,
+        lane: str = "",
     ) -> Iterator[None]:
         """Note what happens inside as a sample, with what happened since the last; waits
         inside a job are part of it.

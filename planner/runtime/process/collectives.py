@@ -45,11 +45,11 @@ from planner.timeline import BESIDE, COLLECTIVE, ROWS
 
 _funcol = torch.ops._c10d_functional
 
-_Recording = Callable[[str, str, int], AbstractContextManager[object]]
+_Recording = Callable[[str, str, int, str, int], AbstractContextManager[object]]
 
 _span: _Recording | None = None
-"""What records a collective while it runs, or what runs beside it: its kind of span, its name and
-the rows that it brings; None: nobody looks."""
+"""What records a collective while it runs, or what runs beside it: its kind of span, its name, the
+rows that it brings, its group and the bytes of the whole tensor; None: nobody looks."""
 
 Meanwhile = Callable[[], None]
 """Work that is done between the start of a collective and the wait for it."""
@@ -76,12 +76,17 @@ def run(
     kind: str,
     start: Callable[[], Tensor],
     *,
+    group: str = "",
+    sent: Tensor | None = None,
+    times: int = 1,
     rows: int = 0,
     meanwhile: Meanwhile | None = None,
 ) -> Tensor:
-    """Start a collective and return what it gives, which the caller may use at once; `rows` are
-    those that it brings to experts. What is to be done `meanwhile`, by the caller's word or by that
-    of the redistribution it is of, is done before the wait.
+    """Start a collective of a group and return what it gives, which the caller may use at once.
+
+    What is to be done `meanwhile`, by the caller's word or by that of the redistribution it is of,
+    is done before the wait. For records: the whole tensor is so many `times` as large as what is
+    `sent`, and `rows` come to experts.
     """
     global _meanwhile
     if torch.compiler.is_compiling():
@@ -92,10 +97,10 @@ def run(
         if meanwhile is not None:
             meanwhile()
         return _funcol.wait_tensor(given)
-    with _span(COLLECTIVE, kind, rows):
+    with _span(COLLECTIVE, kind, rows, group, _bytes(sent, times)):
         given = start()
         if meanwhile is not None:
-            with _span(BESIDE, "weight gradients", 0):
+            with _span(BESIDE, "weight gradients", 0, "", 0):
                 meanwhile()
         return _funcol.wait_tensor(given)
 
@@ -109,7 +114,7 @@ def gather_each(parts: Sequence[Tensor], group: str, use: Callable[[int, Tensor]
     def start(at: int) -> Tensor:
         return _funcol.all_gather_into_tensor(parts[at].contiguous(), ranks, group)
 
-    with _spanning(COLLECTIVE, "all_gather"):
+    with _spanning(COLLECTIVE, "all_gather", group, sum(_bytes(x, ranks) for x in parts)):
         under_way = start(0)
         for at in range(len(parts)):
             gathered = _funcol.wait_tensor(under_way)
@@ -124,7 +129,8 @@ def scatter_each(make: Callable[[int], Tensor], count: int, group: str) -> list[
     made; return this rank's rows of each.
     """
     ranks, under_way = size(group), []
-    with _spanning(COLLECTIVE, "reduce_scatter"):
+    # (How many bytes is not known before they are made.)
+    with _spanning(COLLECTIVE, "reduce_scatter", group):
         for at in range(count):
             with _spanning(BESIDE, "products"):
                 made = make(at).contiguous()
@@ -132,8 +138,14 @@ def scatter_each(make: Callable[[int], Tensor], count: int, group: str) -> list[
         return [_funcol.wait_tensor(each) for each in under_way]
 
 
-def _spanning(kind: str, name: str) -> AbstractContextManager[object]:
-    return nullcontext() if _span is None else _span(kind, name, 0)
+def _spanning(
+    kind: str, name: str, group: str = "", num_bytes: int = 0
+) -> AbstractContextManager[object]:
+    return nullcontext() if _span is None else _span(kind, name, 0, group, num_bytes)
+
+
+def _bytes(sent: Tensor | None, times: int = 1) -> int:
+    return 0 if sent is None else sent.numel() * sent.element_size() * times
 
 
 def redistribute(
@@ -233,7 +245,12 @@ def run_step(x: Tensor, group: str, step: Step) -> Tensor:
         case "identity":
             return x.view_as(x)
         case "all_reduce":
-            return run(kind, lambda: _funcol.all_reduce(x.contiguous(), "sum", group))
+            return run(
+                kind,
+                lambda: _funcol.all_reduce(x.contiguous(), "sum", group),
+                group=group,
+                sent=x,
+            )
         case "all_gather":
             return _all_gather(x, group, dim)
         case "reduce_scatter":
@@ -375,7 +392,13 @@ def _own_piece(x: Tensor, group: str, dim: int) -> Tensor:
 def _all_gather(x: Tensor, group: str, dim: int) -> Tensor:
     parts = size(group)
     x = x.contiguous()
-    gathered = run("all_gather", lambda: _funcol.all_gather_into_tensor(x, parts, group))
+    gathered = run(
+        "all_gather",
+        lambda: _funcol.all_gather_into_tensor(x, parts, group),
+        group=group,
+        sent=x,
+        times=parts,
+    )
     # The collective stacks along dim 0; elsewhere the pieces must be put side by side.
     return gathered if dim == 0 else torch.cat(gathered.chunk(parts), dim)
 
@@ -387,7 +410,10 @@ def _reduce_scatter(x: Tensor, group: str, dim: int) -> Tensor:
     stacked = x if dim == 0 else torch.cat(x.chunk(parts, dim))
     stacked = stacked.contiguous()
     return run(
-        "reduce_scatter", lambda: _funcol.reduce_scatter_tensor(stacked, "sum", parts, group)
+        "reduce_scatter",
+        lambda: _funcol.reduce_scatter_tensor(stacked, "sum", parts, group),
+        group=group,
+        sent=stacked,
     )
 
 
@@ -397,7 +423,12 @@ def _all_to_all(x: Tensor, group: str, *, gather_dim: int, split_dim: int) -> Te
     # Part r of the split dim goes to rank r; what comes back is put together along the other dim.
     stacked = torch.stack(x.chunk(parts, split_dim))
     ones = [1] * parts
-    received = run("all_to_all", lambda: _funcol.all_to_all_single(stacked, ones, ones, group))
+    received = run(
+        "all_to_all",
+        lambda: _funcol.all_to_all_single(stacked, ones, ones, group),
+        group=group,
+        sent=stacked,
+    )
     return torch.cat(received.unbind(0), gather_dim)
 
 
@@ -405,7 +436,12 @@ def all_to_all_parts(x: Tensor, group: str, parts: int) -> Tensor:
     """Give each rank its part of dim 0; return the parts that ranks gave this one, in order."""
     stacked = x.unflatten(0, (parts, -1)).contiguous()
     ones = [1] * parts
-    received = run("all_to_all", lambda: _funcol.all_to_all_single(stacked, ones, ones, group))
+    received = run(
+        "all_to_all",
+        lambda: _funcol.all_to_all_single(stacked, ones, ones, group),
+        group=group,
+        sent=stacked,
+    )
     return received.flatten(0, 1)
 
 
@@ -420,7 +456,9 @@ def all_to_all_rows(
     if not group:
         return x
     kind, rows = (ROWS, sum(got)) if to_experts else ("all_to_all", 0)
-    return run(kind, lambda: _funcol.all_to_all_single(x, got, sent, group), rows=rows)
+    return run(
+        kind, lambda: _funcol.all_to_all_single(x, got, sent, group), group=group, sent=x, rows=rows
+    )
 
 
 def all_gather_rows(x: Tensor, group: str, *, to_experts: int | None = None) -> Tensor:
@@ -429,7 +467,14 @@ def all_gather_rows(x: Tensor, group: str, *, to_experts: int | None = None) -> 
     """
     x, parts = x.contiguous(), size(group)
     kind = "all_gather" if to_experts is None else ROWS
-    return run(kind, lambda: _funcol.all_gather_into_tensor(x, parts, group), rows=to_experts or 0)
+    return run(
+        kind,
+        lambda: _funcol.all_gather_into_tensor(x, parts, group),
+        group=group,
+        sent=x,
+        times=parts,
+        rows=to_experts or 0,
+    )
 
 
 class Shift(NamedTuple):
@@ -439,6 +484,8 @@ class Shift(NamedTuple):
     """What this rank sends; its memory is read until the message is there."""
     arrives: Tensor
     """What comes from the rank as far back; to be read after `finish_shift`."""
+    group: str
+    """The group."""
 
 
 def start_shift(x: Tensor, group: str, by: int) -> Shift:
@@ -447,14 +494,19 @@ def start_shift(x: Tensor, group: str, by: int) -> Shift:
     sent, got = [0] * parts, [0] * parts
     sent[(own + by) % parts] = got[(own - by) % parts] = len(x)
     # Nothing goes to other ranks: backends send no empty messages.
-    return Shift(x, _funcol.all_to_all_single(x, got, sent, group))
+    return Shift(x, _funcol.all_to_all_single(x, got, sent, group), group)
 
 
 def finish_shift(shift: Shift) -> Tensor:
     """Wait for what the rank as far back has sent, and return it."""
-    return run("all_to_all", lambda: shift.arrives)
+    return run("all_to_all", lambda: shift.arrives, group=shift.group, sent=shift.sent)
 
 
 def all_reduce_max(x: Tensor, group: str) -> Tensor:
     """Return the largest of the ranks' numbers, element by element; at least one dim."""
-    return run("all_reduce", lambda: _funcol.all_reduce(torch.atleast_1d(x), "max", group))
+    return run(
+        "all_reduce",
+        lambda: _funcol.all_reduce(torch.atleast_1d(x), "max", group),
+        group=group,
+        sent=x,
+    )

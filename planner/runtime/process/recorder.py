@@ -20,11 +20,12 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
+from planner.language.layout.axes import EXPERT_COPIES, EXPERT_DATA, EXPERT_SHARDS
 from planner.language.schedule.jobs import Job
 from planner.runtime.process import device as devices
 from planner.runtime.process.environment import TIMELINE_DIR
 from planner.runtime.process.groups.mesh import Mesh
-from planner.timeline import rank_file, span_line, write_header
+from planner.timeline import REPLICAS, rank_file, span_line, write_header
 
 _CLOCK_ROUNDS = 8
 _CLOCK_AGE_S = 10.0
@@ -50,9 +51,13 @@ Events = tuple[torch.Event, torch.Event]
 _What = tuple[str, str, int, int, int]
 """Kind, name, step, stage, microbatch."""
 
-_Ended = tuple[_What, float, float, int, int, Events | None]
-"""A span that ended, its start and end by the host's clock, the bytes held then, the rows that came
-to experts, and the events that know the times better, if any."""
+_Moved = tuple[int, str, int]
+"""The rows that came to experts, the lane of what was exchanged, and its bytes."""
+_NOTHING: _Moved = (0, "", 0)
+
+_Ended = tuple[_What, float, float, int, _Moved, Events | None]
+"""A span that ended, its start and end by the host's clock, the bytes held then, what was
+exchanged, and the events that know the times better, if any."""
 
 
 class Recorder:
@@ -66,6 +71,7 @@ class Recorder:
         self.memory_bytes = _memory_counter(mesh.device)
         self.step = 0
         self.inside = -1, -1  # stage and microbatch of the job in work; of none
+        self._lanes = _lanes_of(mesh)
         offset = _clock_offset_s(mesh)
         self._device_clock = DeviceClock(mesh.device) if self.on_gpu else None
         path = rank_file(folder, dist.get_rank())
@@ -84,18 +90,26 @@ class Recorder:
         microbatch: int = -1,
         *,
         on_host: bool = False,
+        lane: str = "",
+        num_bytes: int = 0,
         rows: int = 0,
     ) -> _Open | _OpenByEvents:
-        """Record what happens inside; `on_host` says that no device does it."""
+        """Record what happens inside; `on_host` says that no device does it. What is exchanged has
+        a `lane`, bytes, and the rows that it brings to experts.
+        """
         what = (kind, name, self.step, stage, microbatch)
-        return (_OpenByEvents if self.on_gpu and not on_host else _Open)(self, what, rows)
+        moved = (rows, lane, num_bytes) if lane or rows else _NOTHING
+        return (_OpenByEvents if self.on_gpu and not on_host else _Open)(self, what, moved)
 
-    def in_job(self, kind: str, name: str, rows: int = 0) -> _Open | _OpenByEvents:
-        """Record a collective of the job in work, with the rows that it brings to experts, or what
-        runs beside one.
+    def in_job(
+        self, kind: str, name: str, rows: int = 0, group: str = "", num_bytes: int = 0
+    ) -> _Open | _OpenByEvents:
+        """Record a collective of the job in work in a group of this name, with the rows that it
+        brings to experts, or what runs beside one.
         """
         stage, microbatch = self.inside
-        return self.span(kind, name, stage, microbatch, rows=rows)
+        lane = self._lanes.get(group, "")
+        return self.span(kind, name, stage, microbatch, lane=lane, num_bytes=num_bytes, rows=rows)
 
     def end_step(self) -> None:
         """Write out what has ended: on a GPU, that is not yet all of the step."""
@@ -126,10 +140,10 @@ class Recorder:
     def _write(self, number: int) -> None:
         lines = []
         for _ in range(number):
-            what, start_s, end_s, memory_bytes, rows, events = self.ended.popleft()
+            what, start_s, end_s, memory_bytes, moved, events = self.ended.popleft()
             if events is not None and self._device_clock is not None:
                 start_s, end_s = map(self._device_clock.seconds, events)
-            lines.append(span_line(*what, start_s, end_s, memory_bytes, rows))
+            lines.append(span_line(*what, start_s, end_s, memory_bytes, *moved))
         self._file.write("".join(lines).encode("ascii"))
 
 
@@ -182,10 +196,10 @@ def _leave(recorder: Recorder, outer: tuple[int, int] | None) -> None:
 class _Open:
     """A span that goes on; a class and not a generator, as it is made twice for every job."""
 
-    __slots__ = ("_outer", "_recorder", "_rows", "_start_s", "_what")
+    __slots__ = ("_moved", "_outer", "_recorder", "_start_s", "_what")
 
-    def __init__(self, recorder: Recorder, what: _What, rows: int) -> None:
-        self._recorder, self._what, self._rows = recorder, what, rows
+    def __init__(self, recorder: Recorder, what: _What, moved: _Moved) -> None:
+        self._recorder, self._what, self._moved = recorder, what, moved
 
     def __enter__(self) -> None:
         self._outer = _enter(self._recorder, self._what)
@@ -195,17 +209,17 @@ class _Open:
         end_s, recorder = perf_counter(), self._recorder
         _leave(recorder, self._outer)
         recorder.ended.append(
-            (self._what, self._start_s, end_s, recorder.memory_bytes(end_s), self._rows, None)
+            (self._what, self._start_s, end_s, recorder.memory_bytes(end_s), self._moved, None)
         )
 
 
 class _OpenByEvents:
     """A span that goes on on a GPU."""
 
-    __slots__ = ("_events", "_outer", "_recorder", "_rows", "_start_s", "_what")
+    __slots__ = ("_events", "_moved", "_outer", "_recorder", "_start_s", "_what")
 
-    def __init__(self, recorder: Recorder, what: _What, rows: int) -> None:
-        self._recorder, self._what, self._rows = recorder, what, rows
+    def __init__(self, recorder: Recorder, what: _What, moved: _Moved) -> None:
+        self._recorder, self._what, self._moved = recorder, what, moved
 
     def __enter__(self) -> None:
         self._outer = _enter(self._recorder, self._what)
@@ -219,7 +233,7 @@ class _OpenByEvents:
         self._events[1].record()
         _leave(recorder, self._outer)
         held = recorder.memory_bytes(end_s)
-        recorder.ended.append((self._what, self._start_s, end_s, held, self._rows, self._events))
+        recorder.ended.append((self._what, self._start_s, end_s, held, self._moved, self._events))
 
 
 def start_recorder(mesh: Mesh) -> Recorder | None:
@@ -234,6 +248,14 @@ def start_recorder(mesh: Mesh) -> Recorder | None:
     _recorded[folder] += 1
     number = _recorded[folder]
     return Recorder(folder if number == 1 else folder / f"engine-{number}", mesh)
+
+
+def _lanes_of(mesh: Mesh) -> dict[str, str]:
+    """Return the axis that each of this rank's groups is along, by the group's name."""
+    replicas = ("copies", "shards", "data", EXPERT_COPIES, EXPERT_SHARDS, EXPERT_DATA)
+    groups = [(REPLICAS, mesh.group(name)) for name in replicas]
+    groups += mesh.lowered_groups().items()
+    return {group.group_name: axis for axis, group in groups if group is not None}
 
 
 def _memory_counter(device: torch.device) -> Callable[[float], int]:

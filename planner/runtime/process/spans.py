@@ -37,14 +37,15 @@ class Spans:
         *,
         on_host: bool = False,
         is_job: bool = False,
+        lane: str = "",
     ) -> AbstractContextManager[Any]:
         """Return a span of the timeline; without a name it is called by its kind. That of a job a
-        profiler gets under its name, too.
+        profiler gets under its name, too; what is waited for has a `lane`.
         """
         name = name or kind
         span: AbstractContextManager[Any] = _NOTHING
         if self.recorder is not None:
-            span = self.recorder.span(kind, name, stage, microbatch, on_host=on_host)
+            span = self.recorder.span(kind, name, stage, microbatch, on_host=on_host, lane=lane)
         if is_job and torch.autograd._profiler_enabled():
             return _inside(torch.profiler.record_function(name), span)
         return span

@@ -33,11 +33,12 @@ def gather_narrow(unit: nn.Module, names: Collection[str]) -> None:
     experts apart from the rest.
     """
     assert isinstance(unit, FSDPModule)
-    if names and len(_groups(unit)) == 1:
+    if names and len(groups_of(unit)) == 1:
         unit.set_custom_all_gather(NarrowAllGather(unit, names))
 
 
-def _groups(unit: FSDPModule) -> list:
+def groups_of(unit: FSDPModule) -> list:
+    """Return a unit's groups of parameters, which FSDP2 gathers apart from each other."""
     state = unit._get_fsdp_state()
     # (Before torch 2.13 a unit has one group.)
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
@@ -67,7 +68,7 @@ class NarrowAllGather(AllGather):
 
         (FSDP2 calls it on a stream of its own, so that it runs beside compute as it is.)
         """
-        (params,) = _groups(self._unit)
+        (params,) = groups_of(self._unit)
         sizes = [param._sharded_param_data.numel() for param in params.fsdp_params]
         is_narrow = [param._module_info.param_name in self._names for param in params.fsdp_params]
         places = [

@@ -160,8 +160,7 @@ def shard_stage(
         if _gathers_narrow(mesh, precision, devices_of_node):
             gather_narrow(block, block.narrow_params)
     fully_shard(stage, mesh=data_mesh, reshard_after_forward=False, **policies)
-    if zero_stage == 3:
-        _fetch_ahead(stage)
+    _fetch_ahead(stage)
     shards_on = torch.device("cpu") if on_host else mesh.device
 
     def materialize(param: Tensor) -> Tensor:
@@ -227,10 +226,11 @@ def _experts_mesh(
 
 
 def _fetch_ahead(stage: StageModule) -> None:
-    """Let each block's backward gather the weights of the block before it.
+    """Let each block's backward gather the weights of the block before it, if they are not there.
 
     FSDP2 takes the forward that was before: behind a stage's first block that is the last block of
-    another microbatch, which it would gather for nothing.
+    another microbatch, which it would gather for nothing (under ZeRO 1 and 2 in the last backward,
+    where blocks give their whole weights back).
     """
     before: FSDPModule | None = None
     for block in stage.blocks:

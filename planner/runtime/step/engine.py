@@ -68,6 +68,7 @@ from planner.runtime.state.optimizers.optimizer import (
 from planner.runtime.state.tables import table_of
 from planner.runtime.state.users_module.outside import OutsideTensors
 from planner.runtime.state.users_module.untouched import Untouched
+from planner.runtime.state.zero_spans import record_exchange
 from planner.runtime.step.batch_norm import DeferredStatistics
 from planner.runtime.step.build import (
     BlockPrograms,
@@ -233,6 +234,9 @@ class Engine:
         )
         recorder = self._host.recorder = start_recorder(mesh)
         self._record_collective = None if recorder is None else recorder.in_job
+        if recorder is not None and not recorder.on_gpu:
+            for stage in state.stages.values():
+                record_exchange(stage, recorder.in_job)
         self._spans = Spans(recorder)
         self._executor = Executor(
             schedule=self.schedule,

@@ -30,7 +30,7 @@ from planner.runtime.stage.stage import StageModule
 from planner.runtime.stage.weight_grads import WeightQueue
 from planner.runtime.step.device_marks import DeviceMarks
 from planner.runtime.step.messages.p2p import Message, Post, messages
-from planner.timeline import REMAKE
+from planner.timeline import REMAKE, WAIT, lane_from
 
 _NOTHING = nullcontext()
 
@@ -122,6 +122,7 @@ class Executor:
             (edge.index, is_grad): (
                 f"wait {'grad ' if is_grad else ''}{edge.tensor}",
                 edge.producer if is_grad else edge.consumer,
+                lane_from(schedule.stage_to_pp_rank[edge.consumer if is_grad else edge.producer]),
             )
             for edge in edges
             for is_grad in (False, True)
@@ -370,8 +371,8 @@ class Executor:
         return Status(progress, True, text, waits=waiting is not None)
 
     def _get(self, message: Message) -> Tensor:
-        name, stage = self._waits[message.edge, message.is_grad]
-        with self._spans.span("WAIT", name, stage, message.microbatch):
+        name, stage, lane = self._waits[message.edge, message.is_grad]
+        with self._spans.span(WAIT, name, stage, message.microbatch, lane=lane):
             tensor = self._post.get(message)
         if self._marks is not None and self._current is not None:
             edge = self._edges[message.edge]

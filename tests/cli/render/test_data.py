@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +130,30 @@ def test_a_recording_has_medians_over_its_steps():
     assert found["ranks"][0] == {
         "rank": 1, "pp_rank": 0, "num_steps": 3, "pipeline_s": 4.0, "compute_s": 2.0,
         "collective_s": 0.0, "optimizer_s": 0.0, "bubble_fraction": 0.5,
+        "lanes": [],
+    }  # fmt: skip
+
+
+def test_what_is_exchanged_is_told_by_lane():
+    """Of 3 s in a job 2 are beside compute, of 1 s behind it none; in one of three steps twice."""
+    spans = tuple(
+        Span(kind="COLLECTIVE", name="collectives", step=step, start_s=start_s, lane=lane,
+             end_s=start_s + times * seconds, hidden_s=times * hidden_s, number=4, num_bytes=7,
+             stage=0, microbatch=1)
+        for step, times in enumerate((1, 2, 1))
+        for lane, start_s, seconds, hidden_s in (("tp", 0.0, 3.0, 2.0), ("dp", 9.0, 1.0, 0.0))
+    )  # fmt: skip
+    line = RankTimeline(rank=0, pp_rank=0, clock_offset_s=0.0, spans=spans)
+    job = Span(kind="F", name="F0.1", step=0, start_s=0.0, end_s=9.0, stage=0, microbatch=1)
+    (rank,) = data.recording_data(Path("run"), [replace(line, spans=(job, *spans))])["ranks"]
+    assert rank["lanes"] == [
+        {"lane": "tp", "hidden_s": 2.0, "exposed_s": 1.0},
+        {"lane": "dp", "hidden_s": 0.0, "exposed_s": 1.0},
+    ]
+    first, *_ = data.timeline_data(timeline(), 9.0, [line])["ranks"]
+    assert first["exchanges"][0] == {
+        "lane": "tp", "name": "collectives", "stage": 0, "microbatch": 1, "start_s": 0.0,
+        "end_s": 3.0, "hidden_s": 2.0, "exposed_s": 1.0, "num_collectives": 4, "num_bytes": 7,
     }  # fmt: skip
 
 

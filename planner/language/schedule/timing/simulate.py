@@ -29,6 +29,24 @@ Links = Literal["queue", "free"]
 """Whether messages of one direction wait for each other."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentMessage:
+    """A result on its way to a stage of another pp rank."""
+
+    result: Result
+    """What it brings."""
+    sender: int
+    """The pp rank that made it."""
+    receiver: int
+    """The pp rank whose job needs it."""
+    position: int
+    """Place of that job in the receiver's row."""
+    start_s: float
+    """When it leaves: it is ready, and those before it on the link are there."""
+    end_s: float
+    """When it is there."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """Start and end of every job, `start_s[pp_rank][position]`, from the step's start.
@@ -47,6 +65,9 @@ class Timeline:
     any, the table ends. Entries of such a rank stop before that job."""
     step_jobs_s: tuple[tuple[tuple[float, float], ...], ...] = ()
     """Start and end of each of a pp rank's `step_jobs`; empty where they are not priced."""
+    messages: tuple[SentMessage, ...] = ()
+    """Messages between pp ranks, by receiver and the job that needs them; empty where they are not
+    kept."""
 
     @cached_property
     def rank_end_s(self) -> tuple[float, ...]:
@@ -90,14 +111,18 @@ def simulate(
     *,
     links: Links = "queue",
     at_least: Sequence[np.ndarray] | None = None,
+    keeps_messages: bool = False,
 ) -> Timeline:
     """Return when each job runs; by default one second for each F, I and W, and no transfers.
 
     `at_least[pp_rank][position]` are seconds that a job takes if it is shorter: what is copied
-    beside it. Raises ScheduleError when times are given for another number of stages, or when the
-    table never ends (`planner.language.schedule.validate_schedule` says where).
+    beside it; `keeps_messages` says that the timeline has them. Raises ScheduleError when times are
+    given for another number of stages, or when the table never ends
+    (`planner.language.schedule.validate_schedule` says where).
     """
-    timeline = simulate_until_stuck(schedule, seconds, links=links, at_least=at_least)
+    timeline = simulate_until_stuck(
+        schedule, seconds, links=links, at_least=at_least, keeps_messages=keeps_messages
+    )
     if timeline.stuck:
         ranks = ", ".join(map(str, timeline.stuck))
         raise ScheduleError(
@@ -113,6 +138,7 @@ def simulate_until_stuck(
     *,
     links: Links = "queue",
     at_least: Sequence[np.ndarray] | None = None,
+    keeps_messages: bool = False,
 ) -> Timeline:
     """Return when each job runs that ever does, and who is `stuck`; else as `simulate`."""
     table = schedule if isinstance(schedule, JobTable) else build_job_table(schedule)
@@ -143,6 +169,7 @@ def simulate_until_stuck(
     waiting = [NONE] * table.num_results
     link_free = [0.0] * table.num_links
     queues = links == "queue"
+    left_s: dict[int, float] | None = {} if keeps_messages else None
     starts: list[list[float]] = [[] for _ in durations]
     ends: list[list[float]] = [[] for _ in durations]
     runnable = list(range(schedule.pp))
@@ -173,9 +200,12 @@ def simulate_until_stuck(
                 if link >= 0:
                     # The sender computes on meanwhile. A free link is never taken.
                     free, made_at = link_free[link], now - before_end[position]
-                    sent = (free if free > made_at else made_at) + transfer_s[transfers[position]]
+                    leaves = free if free > made_at else made_at
+                    sent = leaves + transfer_s[transfers[position]]
                     if queues:
                         link_free[link] = sent
+                    if left_s is not None:
+                        left_s[made] = leaves
                     arrival[made] = sent
                 else:
                     arrival[made] = now
@@ -187,4 +217,34 @@ def simulate_until_stuck(
         for rank, (row, done) in enumerate(zip(table.rows, ends, strict=True))
         if len(done) < len(row.needs)
     }
-    return Timeline(schedule=schedule, start_s=tuple(starts), end_s=tuple(ends), stuck=stuck)
+    messages = () if left_s is None else _messages(table, left_s, arrival)
+    return Timeline(
+        schedule=schedule,
+        start_s=tuple(starts),
+        end_s=tuple(ends),
+        stuck=stuck,
+        messages=messages,
+    )
+
+
+def _messages(
+    table: JobTable, left_s: Mapping[int, float], arrival: Sequence[float]
+) -> tuple[SentMessage, ...]:
+    """Return what travelled, of results that left and arrived then."""
+    homes, found = table.schedule.stage_to_pp_rank, []
+    for receiver, row in enumerate(table.rows):
+        for position, needed in enumerate(row.needs):
+            if needed not in left_s:
+                continue
+            result = table.result(needed)
+            found.append(
+                SentMessage(
+                    result=result,
+                    sender=homes[result.stage_index],
+                    receiver=receiver,
+                    position=position,
+                    start_s=left_s[needed],
+                    end_s=arrival[needed],
+                )
+            )
+    return tuple(found)

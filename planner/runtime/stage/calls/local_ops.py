@@ -335,7 +335,9 @@ def reduce_over(x: Tensor, group: str, how: str) -> Tensor:
     if not group:
         return x
     all_reduce = torch.ops._c10d_functional.all_reduce
-    return collectives.run("all_reduce", lambda: all_reduce(x.contiguous(), how, group))
+    return collectives.run(
+        "all_reduce", lambda: all_reduce(x.contiguous(), how, group), group=group, sent=x
+    )
 
 
 def count_gradient_once(x: Tensor, group: str) -> Tensor:

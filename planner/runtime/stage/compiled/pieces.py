@@ -43,6 +43,16 @@ class Started:
         name = str(getattr(self.call, "_opname", self.call))
         return name.removesuffix("_tensor").removesuffix("_into").removesuffix("_single")
 
+    @property
+    def group(self) -> str:
+        """The name of its group, which is its last argument."""
+        return str(self.others[-1])
+
+    @property
+    def times(self) -> int:
+        """How many times what it takes the whole tensor is."""
+        return int(self.others[0]) if self.kind == "all_gather" else 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
@@ -275,6 +285,9 @@ class RunPieces:
             values[begun.given] = collectives.run(
                 begun.kind,
                 partial(begun.call, values[begun.taken], *begun.others),
+                group=begun.group,
+                sent=values[begun.taken],
+                times=begun.times,
                 meanwhile=meanwhile,
             )
             for at in part.sent:

@@ -66,8 +66,73 @@ def test_the_text_says_the_step_and_who_works_most():
     assert "Rank 1 runs jobs for 33.3% of its step, rank 0 66.7%." in chart.summary
     assert cells(chart)["rank 1"] == {
         "jobs": "3", "runs them": "200 ms", "waits or sends": "400 ms", "first job": "100 ms",
-        "last job ends": "300 ms",
+        "last job ends": "300 ms", "exchanges, exposed": "", "exchanges, beside compute": "",
     }  # fmt: skip
+
+
+def exchanged(lane, start_s, end_s, *, hidden_s=0.0, kind="COLLECTIVE", **more) -> Span:
+    return Span(
+        kind=kind, name="collectives", step=0, start_s=start_s, end_s=end_s, lane=lane,
+        hidden_s=hidden_s, **more,
+    )  # fmt: skip
+
+
+def test_below_a_ranks_jobs_lies_what_it_exchanges_a_row_for_each_lane():
+    predicted = (
+        line(
+            0,
+            *PREDICTED[0].spans,
+            exchanged("tp", 0.05, 0.1, hidden_s=0.02, number=4, num_bytes=2**20, microbatch=0),
+            exchanged("dp", 0.4, 0.5),
+        ),
+        line(
+            1,
+            *PREDICTED[1].spans,
+            exchanged("pp from 0", 0.1, 0.15, hidden_s=0.05, kind="MESSAGE"),
+        ),
+    )
+    chart = timeline_chart(predicted, ())
+    names = ["rank 0", "rank 0 tp", "rank 0 dp", "rank 1", "rank 1 pp"]
+    assert chart.layout["yaxis"]["categoryarray"] == names[::-1]
+    found = traces(chart)
+    beside, exposed = found["exchanges beside compute"], found["exchanges, exposed"]
+    assert (beside["y"], beside["base"], beside["x"]) == (
+        ["rank 0 tp", "rank 1 pp"], [50, 100], [50, 50]
+    )  # fmt: skip
+    # What is exposed lies over its end.
+    assert (exposed["y"], exposed["base"], exposed["x"]) == (
+        ["rank 0 tp", "rank 0 dp"], [70, 400], [30, 100]
+    )  # fmt: skip
+    assert exposed["customdata"][0] == ["4 collectives, 1.00 MiB, microbatch 0", 20, 30]
+    assert len({trace["marker"]["color"] for trace in chart.data}) == len(chart.data)
+    assert "Within a predicted job only its sums by axis are known" in chart.summary
+    assert cells(chart)["rank 0"]["exchanges, exposed"] == "tp 30 ms, dp 100 ms"
+    assert cells(chart)["rank 0"]["exchanges, beside compute"] == "tp 20 ms, dp 0 s"
+
+
+def test_what_ran_beside_a_recorded_collective_is_not_exposed():
+    """From 0.1 to 0.4, with two stretches of compute in it; the last one of another collective."""
+    spans = (
+        span("B", 0.0, 1.0),
+        exchanged("tp", 0.1, 0.4),
+        *(span("BESIDE", *at) for at in ((0.15, 0.2), (0.3, 0.35), (0.6, 0.7))),
+        exchanged("tp", 0.5, 0.75),
+        exchanged("", 0.9, 1.0, kind="WAIT"),
+    )
+    found = timeline_chart((line(0, *spans),), ())
+    assert traces(found)["exchanges, exposed"]["base"] == pytest.approx(
+        [100, 200, 350, 500, 700, 900]
+    )
+    assert traces(found)["exchanges, exposed"]["x"] == pytest.approx([50, 100, 50, 100, 50, 100])
+    assert found.layout["yaxis"]["categoryarray"] == ["rank 0 pp", "rank 0 tp", "rank 0"]
+    assert cells(found)["rank 0"]["exchanges, beside compute"] == "tp 200 ms, pp 0 s"
+
+
+def test_lanes_of_many_ranks_are_those_of_the_first_and_the_last(monkeypatch):
+    monkeypatch.setattr(timeline_charts, "MOST_LANES", 2)
+    lines = [line(rank, span("F", 0, 1), exchanged("tp", 0.5, 1.0)) for rank in range(4)]
+    names = timeline_chart(lines, ()).layout["yaxis"]["categoryarray"]
+    assert names[::-1] == ["rank 0", "rank 0 tp", "rank 1", "rank 2", "rank 3", "rank 3 tp"]
 
 
 def recorded(offset_s=0.0, *, rank=0, pp_rank=0):
@@ -86,9 +151,11 @@ def test_a_recorded_step_of_median_length_lies_beside_the_predicted_one(monkeypa
     chart = timeline_chart(PREDICTED[:1], (recorded(), recorded(7.0, rank=5)))
     found = traces(chart)
     assert "Step 4 of the recorded run is the one of median length" in chart.summary
-    names = ["rank 0 predicted", "rank 0 measured (0)", "rank 0 measured (5)"]
+    names = ["rank 0 predicted", "rank 0 measured (0)", "rank 0 measured (0) pp",
+             "rank 0 measured (5)", "rank 0 measured (5) pp"]  # fmt: skip
     assert chart.layout["yaxis"]["categoryarray"] == names[::-1]
-    # On one clock both start at once; what they waited is no bar.
+    # On one clock both start at once; what they waited lies in a lane.
+    assert found["exchanges, exposed"]["x"] == pytest.approx([200, 200])
     assert found["forward"]["base"] == pytest.approx([0, 200, 200])
     assert found["backward"]["x"] == pytest.approx([200, 1500, 1500])
     assert chart.layout["xaxis"]["range"] == [0, 2000]

@@ -65,6 +65,8 @@ def test_ranks_record_the_rows_that_came_to_their_experts(ran) -> None:
     for line in measured:
         recorded = [span.rows for span in line.spans if span.name == ROWS]
         assert recorded == [rows[line.rank] for rows in came]
+        # There and back lie in the lane of experts, though replicas are the same ranks.
+        assert {span.lane for span in line.spans if span.kind == COLLECTIVE} == {"ep"}
     expected = [max(rows) / (sum(rows) / 2) for rows in came]
     assert rows_of_fullest(plan, measured, first_step=0) == pytest.approx(tuple(expected))
     assert max(expected) > 1
