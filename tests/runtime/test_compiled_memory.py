@@ -28,7 +28,7 @@ def off(model, layout, recompute):
     ],
 )
 def test_kernels_hold_what_is_predicted(model, layout, recompute):
-    """X10: to a fifth of a percent: statistics of norms, which the compiler holds a little longer."""
+    """X10: to a fifth of a percent, of statistics of norms that the compiler holds longer."""
     assert off(model, layout, recompute) == pytest.approx([0, 0], abs=0.002)
 
 
