@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-import heapq
+from collections import Counter
+from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import replace
 
 from costmodel import Estimate
-from planner.deadline import OutOfTime, is_late
-from planner.language.schedule.registry import DEFAULT_SCHEDULE
+from planner.deadline import OutOfTime
 from planner.units import format_bytes, format_seconds
-from search.branch_and_bound import EvaluatedPlan, Node, Wave
+from search.branch_and_bound import EvaluatedPlan, Node
 from search.nodes.configurations import ConfigurationNode, ShapeNode
+from search.nodes.even_pipelines import EvenPipeline, plain_configurations, plans_that_fit
 from search.nodes.partitions import PartitionedNode
-from search.partition.chain_dp import solve_chain
-from search.partition.chain_problem import Cut
-from search.partition.least_recompute import with_recompute
+from search.priced_configuration import PricedConfiguration
 from search.request import RunnerUp
 from search.search_state import SearchState
 from search.space.configuration import Configuration, Shape
 
 MOST_RUNNERS_UP = 5
-_NEAR = 1.5
+_NEAR = 1.25
 """Times the best step: slower ones are evaluated only where there is no other."""
-_MOST_CUTS = 16
+_MOST_DEGREES = 3 * MOST_RUNNERS_UP
+_MOST_OF_DEGREES = 2
+"""Nodes that are looked at of the same degrees."""
 _MOST_ESTIMATES = 2 * MOST_RUNNERS_UP
-_MOST_WORK = 10_000
-"""Of all estimates, in jobs: about a tenth of a second."""
+_MOST_WALKS = 2 * _MOST_ESTIMATES
+_MOST_JOBS = 10_000
+"""Of a configuration: what has more takes long to simulate."""
+
+Degrees = tuple[int, ...]
 
 
 def find_runners_up(search: SearchState, best: EvaluatedPlan) -> tuple[RunnerUp, ...]:
     """Return the next best configurations with the parts that make them slower.
 
     There is one for each choice of degrees, so that the answer is not five names for one layout.
-    Those that a bound pruned are partitioned and evaluated here, the least bound first.
+    Those that a bound pruned are cut evenly and evaluated here: each stands for its degrees, and
+    stages less even may be somewhat faster.
     """
     found = {_degrees_of(best.configuration): best}
     for done in sorted(search.evaluated, key=lambda done: done.step_s):
@@ -57,61 +61,51 @@ def find_runners_up(search: SearchState, best: EvaluatedPlan) -> tuple[RunnerUp,
 
 
 def _evaluate_set_aside(
-    search: SearchState, found: dict[tuple[int, ...], EvaluatedPlan], ceiling: float
+    search: SearchState, found: dict[Degrees, EvaluatedPlan], ceiling_s: float
 ) -> None:
-    """Add what fits and is faster than a ceiling, of degrees that were not found yet.
-
-    Two queues, the least bound first: nodes to partition, and partitions to evaluate.
-    """
-    waiting: list[tuple[float, Wave, tuple[int, int], Waiting]] = [
-        (bound, wave, (ticket, 0), node)
-        for bound, wave, ticket, lost in search.set_aside
-        if isinstance(node := _unpartitioned(lost), ShapeNode | ConfigurationNode)
-    ]
-    heapq.heapify(waiting)
-    partitioned: list[tuple[float, Wave, tuple[int, int], ConfigurationNode, Cut]] = []
-    work, cuts, estimates = _MOST_WORK, 0, 0
-    while len(found) <= MOST_RUNNERS_UP and estimates < _MOST_ESTIMATES and not is_late():
-        limit = partitioned[0][0] if partitioned else ceiling
-        # A node is partitioned while its bound is no more
-        # than that of the next partition to evaluate.
-        if waiting and waiting[0][0] <= limit and cuts < _MOST_CUTS:
-            bound, wave, ticket, waited = heapq.heappop(waiting)
-            if _degrees_of(_choices_of(waited)) in found or _num_jobs(waited) > work:
-                continue
-            if waited.num_tables > 1:
-                every: list[Waiting] = [*waited.apart(search)]
-                for at, own in enumerate(every, 1):
-                    heapq.heappush(waiting, (max(bound, own.bound), wave, (ticket[0], at), own))
-                continue
-            cuts += 1
-            node = _configuration_of(waited)
-            if cut := _cut(search, node, ceiling):
-                heapq.heappush(partitioned, (max(bound, cut.value), wave, ticket, node, cut))
-            continue
-        if not partitioned:
+    """Add what fits and is faster than a ceiling, of degrees that were not found yet."""
+    plans = plans_that_fit(
+        search,
+        _pipelines_of_others(search, found, ceiling_s),
+        ceiling_s=ceiling_s,
+        most_estimates=_MOST_ESTIMATES,
+        most_walks=_MOST_WALKS,
+        is_wanted=lambda configuration: _degrees_of(configuration) not in found,
+    )
+    for done in plans:
+        found[_degrees_of(done.configuration)] = done
+        if len(found) > MOST_RUNNERS_UP:
             return
-        _, wave, ticket, node, cut = heapq.heappop(partitioned)
-        configuration = node.configuration
-        work -= _num_jobs(node)
-        if _degrees_of(configuration) in found or work < 0:
+
+
+def _pipelines_of_others(
+    search: SearchState, found: Collection[Degrees], ceiling_s: float
+) -> Iterator[EvenPipeline]:
+    """Yield pipelines of what lost, of degrees that were not found, the least bounds first."""
+    nodes = (
+        (bound, wave, ticket, node)
+        for bound, wave, ticket, lost in search.set_aside
+        if bound < ceiling_s
+        and isinstance(node := _unpartitioned(lost), ShapeNode | ConfigurationNode)
+        and _degrees_of(_choices_of(node)) not in found
+    )
+    num_of: Counter[Degrees] = Counter()
+    for *_, node in sorted(nodes, key=lambda entry: entry[:3]):
+        degrees = _degrees_of(_choices_of(node))
+        if num_of[degrees] == _MOST_OF_DEGREES:
             continue
-        if node.simulate(search, cut) > ceiling:
+        if degrees not in num_of and len(num_of) == _MOST_DEGREES:
             continue
-        if not (too_large := node.infeasible_ranks(search, cut)):
-            estimates += 1
-            done = node.evaluate(search, cut)
-            if search.fits(done):
-                found[_degrees_of(done.configuration)] = done
+        num_of[degrees] += 1
+        for configuration in _configurations_of(node):
+            if (
+                2 * configuration.pp * configuration.vpp * configuration.num_microbatches
+                > _MOST_JOBS
+            ):
                 continue
-            too_large = node.infeasible_stages(search, cut, done)
-        # As in the search itself: cut again, with more recomputation where it did not fit.
-        for again in node.again_without(search, too_large):
-            assert isinstance(again, ConfigurationNode), "a node is cut again as a node"
-            heapq.heappush(waiting, (again.bound, wave, ticket, again))
-
-
-Waiting = ShapeNode | ConfigurationNode
+            for table in node.table.members:
+                priced = PricedConfiguration(search.candidates, configuration, table)
+                yield EvenPipeline(priced=priced, limit_bytes=search.memory_limit_bytes)
 
 
 def _unpartitioned(lost: Node) -> Node:
@@ -119,50 +113,21 @@ def _unpartitioned(lost: Node) -> Node:
     return lost.of if isinstance(lost, PartitionedNode) else lost
 
 
-def _configuration_of(node: Waiting) -> ConfigurationNode:
-    """Return a node's configuration; a shape is represented by its plainest one."""
+def _configurations_of(node: ShapeNode | ConfigurationNode) -> Iterator[Configuration]:
+    """Yield a node's configuration; of a shape its plain ones."""
     if isinstance(node, ConfigurationNode):
-        return node
-    options = sorted(
-        node.shape.options, key=lambda option: (option[1], option[0] != DEFAULT_SCHEDULE)
-    )
-    # ZeRO 1 where there is a choice, else the highest stage.
-    zero = max(node.shape.zeros, key=lambda stage: (stage == 1, stage))
-    plain = replace(node.shape, options=tuple(options[:1]), zeros=(zero,))
-    return ConfigurationNode(
-        bound=node.bound,
-        wave=node.wave,
-        configuration=next(plain.configurations()),
-        table=node.table,
-    )
+        yield node.configuration
+    else:
+        yield from plain_configurations(node.shape)
 
 
-def _choices_of(node: Waiting) -> Configuration | Shape:
+def _choices_of(node: ShapeNode | ConfigurationNode) -> Configuration | Shape:
     return node.shape if isinstance(node, ShapeNode) else node.configuration
 
 
-def _num_jobs(node: Waiting) -> int:
-    vpp = 1 if isinstance(node, ShapeNode) else node.configuration.vpp
-    configuration = _choices_of(node)
-    return 2 * configuration.pp * vpp * configuration.num_microbatches
-
-
-def _degrees_of(configuration: Configuration | Shape) -> tuple[int, ...]:
+def _degrees_of(configuration: Configuration | Shape) -> Degrees:
     sequences = configuration.cp, configuration.degrees["hp"]
     return (configuration.batch_parts, *sequences, configuration.tp, configuration.pp)
-
-
-def _cut(search: SearchState, node: ConfigurationNode, ceiling: float) -> Cut | None:
-    """Return the partition to show.
-
-    None where it is known without an estimate that none fits, or that it is slower than a ceiling.
-    """
-    priced, limit = node.priced(search), search.memory_limit_bytes
-    if node.configuration.vpp == 1 and node.configuration.pp > 1:
-        problem = priced.problem(limit, infeasible=node.infeasible)
-        found = solve_chain(problem, ceiling=ceiling).cut
-        return found and with_recompute(problem, found)
-    return priced.only_cut(limit, node.infeasible, ceiling=search.to_beat_s)
 
 
 def why_slower(answer: Estimate, best: Estimate) -> str:

@@ -50,3 +50,16 @@ def test_it_fits_and_is_a_plan_of_the_space(part):
 
 def test_nothing_is_taken_where_nothing_fits():
     assert begun(limit_bytes=1.0).best is None
+
+
+def test_runners_up_fit_where_memory_is_short():
+    """They recompute as much as they must: what bounds ruled out was never made to fit."""
+    free = find_plan(capture_tiny("gpt"), MACHINE, REQUEST)
+    assert free.plan is not None
+    limit = int(0.8 * free.plan.estimate["peak_bytes"])
+    tight = find_plan(capture_tiny("gpt"), MACHINE, replace(REQUEST, memory_limit_bytes=limit))
+    assert tight.plan is not None
+    assert len(tight.runners_up) > 1
+    for runner_up in tight.runners_up:
+        assert runner_up.peak_bytes <= limit
+        assert runner_up.step_s >= tight.plan.estimate["step_s"]
