@@ -39,7 +39,7 @@ class EvenPipeline:
 
     @property
     def suspects(self) -> tuple[int, ...]:
-        """pp ranks to walk before all: before any is known, the first, which has the most
+        """Ranks of pp to walk before all: before any is known, the first, which has the most
         microbatches in flight, and the last, which has the logits.
         """
         return self.too_large or tuple(dict.fromkeys((0, self.priced.configuration.pp - 1)))
