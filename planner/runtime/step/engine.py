@@ -573,7 +573,8 @@ class Engine:
     def forward(self, batch: Any) -> Tensor:
         """Return the mean loss of one global batch as training computes it, without training."""
         with self.state.drawn():
-            feed = self._feed(batch)
+            with torch.no_grad():  # (nothing of the batch is trained, whatever made it)
+                feed = self._feed(batch)
             loss, shared = self._share_loss(self._executor.evaluate(feed), feed)
         feed.check()
         if shared is not None:
