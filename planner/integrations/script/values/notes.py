@@ -38,7 +38,7 @@ class Call(Protocol):
     def value(self, output: int) -> Tensor:
         """Return the value of an output; raise PlanError where there is none."""
 
-    def backward(self, loss: Pending, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def backward(self, loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Train on the batch of the call; further arguments are those of `Tensor.backward`."""
 
     def need(self, outputs: set[int]) -> None:

@@ -324,7 +324,7 @@ class Feeder:
         """`runs` are the rank's samples in the cut batch, `places` theirs in the whole one. The
         user's function counts `counted` in that, where replicas have their own parts.
         """
-        parts = self._weights.parts(cut, runs)
+        parts = self._weights.parts(cut, runs, whole, places)
         weights = self._weights.of(whole, cut, runs, parts, counted)
         shaped = self._shapes[cut.bucket]
         metas = [shaped.graph.tensor[name] for name in self._used]
