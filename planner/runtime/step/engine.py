@@ -518,6 +518,11 @@ class Engine:
     def _step(
         self, batch: Any, *, update: bool, fetch: Iterable[str], apart: bool = False
     ) -> Tensor:
+        if not torch.is_grad_enabled():
+            raise PlanError(
+                "a step was made under torch.no_grad() or inference_mode(), where nothing has a "
+                "gradient; call engine.step outside of them, or engine.evaluate for a loss alone"
+            )
         # A bad batch is told before any gradient of the last step is lost.
         feed = self._feed(batch)
         self._is_apart = apart

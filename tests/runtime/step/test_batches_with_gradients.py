@@ -69,3 +69,12 @@ def test_what_is_evaluated_may_be_made_of_anything(engine_and_net):
     given["x"] = given["x"].requires_grad_() * 2
     assert engine.evaluate(given).item() == pytest.approx(alone(**given).item(), rel=1e-6)
     engine.close()
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_is_refused(engine_and_net, without):
+    engine, _ = engine_and_net
+    with without(), pytest.raises(PlannerError, match=r"under torch.no_grad\(\) or inference"):
+        engine.step(batch(2))
+    engine.step(batch(2))
+    engine.close()
