@@ -164,6 +164,39 @@ for _ in range(2):
 }
 """Loops of a model whose loss the script computes."""
 
+LOSS_OF_THE_SCRIPT |= {
+    "what it returned, read behind the update": """
+for _ in range(2):
+    right = 0
+    kept = []
+    for a, b in loader:
+        output = model(a)
+        _, guessed = torch.max(output, 1)
+        loss = F.nll_loss(output, b)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        right += torch.sum(guessed == b)
+        kept.append(output.detach())
+        note((output.argmax(1) == b).double().mean())
+    note(right, torch.cat(kept).sum())
+""",
+    "what it returned, written into": """
+for _ in range(2):
+    for a, b in loader:
+        output = model(a).clone()
+        output[:, 0] = 0
+        shown = output[:, 1:]
+        shown += 1
+        F.relu(shown, inplace=True)
+        loss = F.cross_entropy(shown, b.clamp(max=2))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        note(loss)
+""",
+}
+
 REFUSED = {
     "a state dict written to": (
         """
@@ -413,6 +446,62 @@ for epoch in range(2):
         optimizer.step()
 """,
         "the model is wrapped by DataParallel",
+    ),
+    "gradients of the batch": (
+        """
+for a, b in loader:
+    a.requires_grad_()
+    model(a, b).backward()
+    optimizer.zero_grad()
+    model(a + 0.1 * a.grad.sign(), b).backward()
+    optimizer.step()
+""",
+        "`model.a, b..backward..`: the model is called with a tensor that requires a gradient",
+    ),
+    "gradients of the batch, in evaluation mode": (
+        """
+for a, b in loader:
+    optimizer.zero_grad()
+    model(a, b).backward()
+    optimizer.step()
+    model.eval()
+    model(a.requires_grad_(), b).backward()
+    model.train()
+""",
+        "the model is called with a tensor that requires a gradient",
+    ),
+    "a backward in evaluation mode": (
+        """
+for a, b in loader:
+    optimizer.zero_grad()
+    model(a, b).backward()
+    optimizer.step()
+    model.eval()
+    (2 * model(a, b)).backward()
+    model.train()
+""",
+        "backward of what the model returned in evaluation mode",
+    ),
+    "a batch written into before its backward": (
+        """
+for a, b in loader:
+    optimizer.zero_grad()
+    loss = model(a, b)
+    a.zero_()
+    loss.backward()
+    optimizer.step()
+""",
+        r"`loss.backward\(\)`: a tensor of shape \[8, 6\] is written into before",
+    ),
+    "a hook on what it returned": (
+        """
+a, b = next(iter(loader))
+loss = model(a, b)
+loss.register_hook(lambda grad: 2 * grad)
+loss.backward()
+optimizer.step()
+""",
+        r"`loss.register_hook\(.*`: register_hook of what the model returned",
     ),
     "no training": ("", "ended without a training step"),
 }

@@ -134,8 +134,13 @@ def test_every_loop_trains_as_in_one_process(tmp_path, layout):
 
 
 def test_a_script_whose_loss_is_its_own_trains_as_in_one_process(tmp_path):
-    name = "criterion, what it returned, accumulation"
-    check(tmp_path, {name: LOSS_OF_THE_SCRIPT[name]}, LAYOUTS[2:3])
+    names = ("criterion, what it returned, accumulation", "what it returned, written into")
+    check(tmp_path, {name: LOSS_OF_THE_SCRIPT[name] for name in names}, LAYOUTS[2:3])
+
+
+def test_a_script_reads_what_the_model_returned_behind_the_update(tmp_path):
+    name = "what it returned, read behind the update"
+    check(tmp_path, {name: LOSS_OF_THE_SCRIPT[name]}, LAYOUTS[1:2])
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from planner.errors import PlanError
+from planner.integrations.script.values.notes import Applied, Node, Output, computed, nodes_in
 from planner.integrations.script.values.outputs import Outputs
-from planner.integrations.script.values.pending import Applied, Node, Output, computed, nodes_in
 
 
 class Loss:
@@ -43,10 +44,13 @@ class Loss:
             self.outputs.append(node)
             return ("output", node.number)
 
+        node.given.refuse_written()
+
         def leaf(value: Any) -> Any:
             if isinstance(value, Output | Applied):
                 return self._of(value, seen)
             if isinstance(value, Tensor):
+                _refuse_gradient(value)
                 if not any(value is target for target in self.targets):
                     self.targets.append(value)
                 return ("target", [value is target for target in self.targets].index(True))
@@ -83,6 +87,16 @@ class Loss:
         # (The same dicts of tensors and parts: what is taken away from one, the other has not.)
         vars(made).update(vars(model))
         return made
+
+
+def _refuse_gradient(target: Tensor) -> None:
+    if target.requires_grad:
+        raise PlanError(
+            f"the loss is computed from a tensor of shape {list(target.shape)} beside the model "
+            "that requires a gradient, which the engine does not compute: it has those of the "
+            "model's own parameters; make it a parameter of the model, whose forward returns the "
+            "loss, or give the loss tensor.detach()"
+        )
 
 
 def _computed(

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from math import isclose
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,8 +23,15 @@ from planner.integrations.script.finding import Found
 from planner.integrations.script.loss import Loss, loss_of
 from planner.integrations.script.optimizer import groups_of, refuse_changes
 from planner.integrations.script.ranks import Ranks, Variables
+from planner.integrations.script.values.notes import (
+    Applied,
+    AsGiven,
+    Output,
+    mark_of_loss,
+    value_of,
+)
 from planner.integrations.script.values.outputs import Outputs, made_of, modules_in, outputs_of
-from planner.integrations.script.values.pending import Output, Pending, pending, value_of
+from planner.integrations.script.values.pending import Pending, returned
 from planner.language.graph.batch import flatten_batch, plain_values
 from planner.language.plan import Plan
 from planner.runtime.state.users_module.away import tell_gradients
@@ -48,6 +56,7 @@ class Loop:
         self._loss: Loss | None = None
         self._ranks: Ranks | None = None
         self._waiting: list[TrainingCall] = []
+        self._updated: list[TrainingCall] = []
         self._is_cleared = True
         self._groups: list[list[int]] = []
         self._has_left = False
@@ -80,10 +89,11 @@ class Loop:
             )
         outputs = self._outputs_of(args, kwargs)
         call = (TrainingCall if trains else EvaluationCall)(self, args, kwargs, outputs)
-        leaves = [
-            pending(leaf, Output(call, number, leaf.dim())) if isinstance(leaf, Tensor) else leaf
-            for number, leaf in enumerate(outputs.leaves)
-        ]
+        numbers = [n for n, leaf in enumerate(outputs.leaves) if isinstance(leaf, Tensor)]
+        leaves = list(outputs.leaves)
+        made = returned((leaves[n], Output(call, n, leaves[n].dim())) for n in numbers)
+        for number, tensor in zip(numbers, made, strict=True):
+            leaves[number] = tensor
         return tree_unflatten(leaves, outputs.spec)
 
     def _outputs_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
@@ -257,9 +267,19 @@ class Loop:
         self.command("update", options_of(self.optimizer))
         if self.reads_outputs is None:
             self.reads_outputs = False
-        self._waiting.clear()
+        self.note_reads(call.made_beside_loss() for call in self._waiting)
+        self._updated, self._waiting = self._waiting, []
         self._is_cleared = False
         self.updates += 1
+
+    def note_reads(self, kept: Iterable[bool]) -> None:
+        """Note that outputs are read beside the loss, where something is kept of some call."""
+        self.reads_outputs = any(kept) or self.reads_outputs
+
+    def note_kept(self) -> None:
+        """Note so where outputs of the update before are still used when the next batch trains."""
+        self.note_reads(call.has_outputs or call.made_beside_loss() for call in self._updated)
+        self._updated = []
 
     def _beside(self) -> int:
         """Return how many parameters get gradients and no update."""
@@ -296,6 +316,7 @@ class Loop:
         self, call: TrainingCall | EvaluationCall, numbers: Iterable[int], command: str
     ) -> dict[int, Tensor]:
         """Return outputs of a call by a forward of their own."""
+        call.refuse_written()
         wanted = {number: call.source(number) for number in numbers}
         fetch = sorted(set().union(*(modules_in(source) for source in wanted.values())))
         leaves = self.leaves(call.args, call.kwargs, None)
@@ -325,8 +346,16 @@ class _ModelCall:
         self.args, self.kwargs = args, kwargs
         self._loop, self._outputs = loop, outputs
         self._at, self._known = loop.updates, dict[int, Tensor]()
+        self.made: WeakSet[Any] = WeakSet()
         leaves = tree_leaves((args, kwargs))
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._given = AsGiven(self.tensors)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors):
+            raise PlanError(
+                "the model is called with a tensor that requires a gradient, which the engine does "
+                "not compute: it has those of the model's own parameters; call it with "
+                "tensor.detach(), or put what the gradient is for into the model's forward"
+            )
 
     @property
     def device(self) -> torch.device:
@@ -364,6 +393,10 @@ class _ModelCall:
             )
         return source
 
+    def refuse_written(self) -> None:
+        """Raise PlanError where a tensor that the model was given was written into since."""
+        self._given.refuse_written()
+
     def _refuse_late(self) -> None:
         if self._loop.updates != self._at:
             raise PlanError(
@@ -380,11 +413,29 @@ class TrainingCall(_ModelCall):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._root: Tensor | None = None
-        self._signature: Any = None
 
     def is_known(self, output: int) -> bool:
         """Whether an output's value is there."""
         return output in self._known
+
+    def value(self, output: int) -> Tensor:
+        """Return the value of an output."""
+        if output != self._outputs.loss:
+            self._loop.reads_outputs = True
+        return super().value(output)
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether one of its outputs but the loss is still used by the script."""
+        return any(
+            isinstance(each.node, Output) and each.node.number != self._outputs.loss
+            for each in self.made
+        )
+
+    def made_beside_loss(self) -> bool:
+        """Whether the script still uses something that it made of outputs, and its loss has not."""
+        notes = (each.node for each in self.made)
+        return any(isinstance(node, Applied) and not node.is_of_loss for node in notes)
 
     @property
     def has_backward(self) -> bool:
@@ -401,6 +452,7 @@ class TrainingCall(_ModelCall):
     def backward(self, loss: Pending, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Train on its batch, if that was not done, and note the factor of its loss."""
         if self._root is None:
+            mark_of_loss(loss.node)
             self._run(loss_of(loss.node, self._outputs))
         value_of(loss.node).backward(*args, **kwargs)
 
@@ -424,6 +476,8 @@ class TrainingCall(_ModelCall):
 
     def _run(self, loss: Loss, also: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         outputs = self._outputs
+        self.refuse_written()
+        self._loop.note_kept()
         wanted = set(also)
         if loss.node is not None and self._loop.reads_outputs is not False:
             # (Until a script has shown that it does not read them, it may.)
@@ -441,8 +495,36 @@ class TrainingCall(_ModelCall):
             loss.node.value = self._root
 
 
+_IN_EVALUATION = "backward of what the model returned in evaluation mode; call model.train() before"
+
+
+class _NoBackward(torch.autograd.Function):
+    """What is given; its backward is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, root: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise PlanError(_IN_EVALUATION)
+
+
 class EvaluationCall(_ModelCall):
     """A call that does not train: its outputs are made when they are first used."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._has_grad = torch.is_grad_enabled()
+
+    def value(self, output: int) -> Tensor:
+        """Return the value of an output; a backward that reaches it is refused."""
+        value = super().value(output)
+        if not self._has_grad or not (value.is_floating_point() or value.is_complex()):
+            return value
+        with torch.enable_grad():
+            made: Tensor = _NoBackward.apply(value, torch.ones((), requires_grad=True))
+            return made
 
     def is_known(self, output: int) -> bool:
         """Whether an output's value is there, or made at once."""
@@ -450,9 +532,7 @@ class EvaluationCall(_ModelCall):
 
     def backward(self, loss: Pending, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse: nothing trains here."""
-        raise PlanError(
-            "backward of what the model returned in evaluation mode; call model.train() before"
-        )
+        raise PlanError(_IN_EVALUATION)
 
     def need(self, outputs: set[int]) -> None:
         """Make outputs."""
@@ -460,6 +540,7 @@ class EvaluationCall(_ModelCall):
         loss = self._outputs.loss
         if loss in outputs:
             assert loss is not None, "among the outputs"
+            self.refuse_written()
             leaves = self._loop.leaves(self.args, self.kwargs, [])
             self._known[loss] = self._loop.command("evaluate_loss", leaves).to(self.device)
         if missing := outputs - self._known.keys():

@@ -136,7 +136,9 @@ class Making:
             return self.value(PREAMBLE, name)
         place = self.graph.producer.get(name)
         if place is None:
-            return name  # of the batch, or a buffer
+            # Of the batch, a buffer, or a value of the whole batch that a block is given.
+            given = dict(self.graph.whole.values) if self.graph.whole is not None else {}
+            return given.get(name, name)
         inner = {outer: inner for inner, outer in names_at(self.graph, place)}
         return self.value(place, inner[name])
 

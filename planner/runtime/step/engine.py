@@ -522,6 +522,11 @@ class Engine:
     def _step(
         self, batch: Any, *, update: bool, fetch: Iterable[str], apart: bool = False
     ) -> Tensor:
+        if not torch.is_grad_enabled():
+            raise PlanError(
+                "a step was made under torch.no_grad() or inference_mode(), where nothing has a "
+                "gradient; call engine.step outside of them, or engine.evaluate for a loss alone"
+            )
         # A bad batch is told before any gradient of the last step is lost.
         feed = self._feed(batch)
         self._is_apart = apart
@@ -577,7 +582,8 @@ class Engine:
     def forward(self, batch: Any) -> Tensor:
         """Return the mean loss of one global batch as training computes it, without training."""
         with self.state.drawn():
-            feed = self._feed(batch)
+            with torch.no_grad():  # (nothing of the batch is trained, whatever made it)
+                feed = self._feed(batch)
             loss, shared = self._share_loss(self._executor.evaluate(feed), feed)
         feed.check()
         if shared is not None:

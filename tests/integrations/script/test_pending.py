@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -14,15 +15,9 @@ from torch.utils._pytree import tree_flatten
 
 from planner.errors import PlanError
 from planner.integrations.script.loss import loss_of
+from planner.integrations.script.values.notes import Output, calls_of, outputs_of
 from planner.integrations.script.values.outputs import Outputs
-from planner.integrations.script.values.pending import (
-    Output,
-    Pending,
-    calls_of,
-    outputs_of,
-    pending,
-    real,
-)
+from planner.integrations.script.values.pending import Pending, pending, real, returned
 
 ROWS, WIDTH = 4, 3
 
@@ -36,6 +31,7 @@ class Toy:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     needed: list[int] = field(default_factory=list)
     trained: list[Any] = field(default_factory=list)
+    made: WeakSet[Any] = field(default_factory=WeakSet)
 
     def is_known(self, output: int) -> bool:
         return output in self.needed
@@ -62,7 +58,38 @@ def call(seed: int = 0) -> Toy:
     return Toy(made)
 
 
+def assigned(a: Tensor, b: Tensor) -> Tensor:
+    copy = a * 1
+    copy[:, 0] = b
+    return copy
+
+
+def clipped_in_place(a: Tensor) -> Tensor:
+    copy = a * 1
+    F.relu(copy, inplace=True)
+    return copy
+
+
+def itself_written(a: Tensor) -> Tensor:
+    copy = a * 1
+    same = copy.contiguous()
+    same += 1
+    return copy + same
+
+
+def view_written(a: Tensor, b: Tensor) -> Tensor:
+    part = (a * 1)[:, 1:]
+    part.mul_(3)
+    part[1] = 0
+    return part.sum(1) + b
+
+
 FUNCTIONS = [
+    lambda a, b, c: assigned(a, b),
+    lambda a, b, c: assigned(a, b).sum() * c,
+    lambda a, b, c: clipped_in_place(a),
+    lambda a, b, c: itself_written(a),
+    lambda a, b, c: view_written(a, b),
     lambda a, b, c: a * 2 + b[:, None],
     lambda a, b, c: torch.cat([a, a], 1)[:, 1:],
     lambda a, b, c: a.max(1).values + b,
@@ -136,6 +163,96 @@ def test_chains_of_functions_are_computed_once_each_from_what_they_need():
         for found, expected in pairs:
             torch.testing.assert_close(real(found), expected)
             assert real(found) is real(found)
+
+
+WRITES = [
+    lambda a, b: (a, a.view(-1)),
+    lambda a, b: (a[:, 0], a),
+    lambda a, b: (a.detach(), a),
+    lambda a, b: (a.data, a[1]),
+    lambda a, b: (a.cpu(), a),  # (which is itself where that is the CPU)
+]
+"""A tensor that is written into, and another in the same memory."""
+
+
+@pytest.mark.parametrize("number", range(len(WRITES)))
+def test_another_in_the_memory_of_one_that_was_written_into_is_refused(number):
+    rows, more, _ = call().returned()
+    written, other = WRITES[number](rows * 1, more)
+    written.zero_()
+    assert other.shape == other.size()  # (this needs no value)
+    with pytest.raises(PlanError, match="is used behind a write into another"):
+        other + 1
+    with pytest.raises(PlanError, match="is used behind a write into another"):
+        other.tolist()
+    assert real(written).eq(0).all()
+
+
+def test_a_write_into_what_was_given_is_refused_when_that_is_computed():
+    rows, _, _ = call().returned()
+    other, kept = torch.ones(WIDTH), torch.ones(WIDTH)
+    early, late, apart = rows * other, rows + other, rows * kept
+    real(early)
+    other.zero_()
+    assert real(early).ne(0).all()
+    assert real(apart).ne(0).all()
+    with pytest.raises(PlanError, match=r"shape \[3\] is written into before"):
+        real(late)
+    labels = torch.tensor([0, 2, 1, 1])
+    loss = F.cross_entropy(call().returned()[0], labels)
+    labels.zero_()
+    with pytest.raises(PlanError, match=r"shape \[4\] is written into before"):
+        loss_of(loss.node, outputs(call()))
+
+
+def test_a_write_into_values_is_refused_where_what_was_made_before_is_read():
+    rows, _, _ = call().returned()
+    copy = rows * 1
+    before, read = copy.sum(), copy.mean()
+    real(read)
+    real(copy).detach().zero_()
+    assert real(read).ne(0)
+    with pytest.raises(PlanError, match="reads behind that what it had made of it before"):
+        real(before)
+
+
+def test_a_write_of_values_that_are_not_there_into_another_tensor_needs_them():
+    toy = call()
+    rows, more, _ = toy.returned()
+    place = torch.zeros(ROWS, WIDTH)
+    place[:, 0] = more
+    assert toy.needed == [1]
+    assert torch.equal(place[:, 0], toy.values[1])
+    result = torch.zeros(ROWS, WIDTH)
+    torch.mul(rows.detach(), 2, out=result)
+    assert torch.equal(result, toy.values[0] * 2)
+
+
+def test_what_changes_gradients_is_refused():
+    rows, _, _ = call().returned()
+    for change in (rows.retain_grad, lambda: rows.register_hook(lambda grad: 2 * grad)):
+        with pytest.raises(PlanError, match="its gradient lies in the engine"):
+            change()
+
+
+def test_a_loss_of_what_trains_beside_the_model_is_refused():
+    rows, _, _ = call().returned()
+    scale = torch.ones((), requires_grad=True)
+    loss = F.cross_entropy(rows * scale, torch.tensor([0, 2, 1, 1]))
+    with pytest.raises(PlanError, match=r"shape \[\] beside the model that requires a gradient"):
+        loss_of(loss.node, outputs(call()))
+
+
+def test_outputs_in_one_memory_are_told():
+    whole = torch.randn(ROWS, WIDTH)
+    toy = Toy([whole, whole[:, 0], torch.randn(ROWS)])
+    metas = [value.to("meta") for value in toy.values]
+    metas[1] = metas[0][:, 0]
+    first, column, apart = returned(
+        (meta, Output(toy, number, meta.dim())) for number, meta in enumerate(metas)
+    )
+    first.mul_(2)
+    assert (column.is_overwritten, apart.is_overwritten) == (True, False)
 
 
 def test_what_is_told_of_a_tensor_needs_no_value():

@@ -36,7 +36,8 @@ def weights_of(number: int, *, count=None, has_loss: bool = True, samples: int =
         is_exact=count is None,
     )
     runs = own_runs(cut.split, mesh)
-    made = weights.of(weights.of_whole(cut), cut, runs, weights.parts(cut, runs))
+    whole = weights.of_whole(cut)
+    made = weights.of(whole, cut, runs, weights.parts(cut, runs, whole, runs))
     return [w.item() for w in made]
 
 

@@ -5,13 +5,16 @@ does all of this in one step, for which it needs the loss. So a call in training
 that have shapes, and note what is computed with them. `backward` gives the engine the batch, and
 what was noted is then computed from real values, with autograd: the factor that reaches the loss
 is that of its gradient in the update. Whoever reads a value earlier lets the step run earlier.
+
+A write into a pending tensor is a note of its own. Other pending tensors in the same memory, whose
+values it changes, may not be used any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -19,65 +22,16 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from planner.capture.checks.stays_on_meta import StaysOnMeta
 from planner.errors import PlanError
-
-
-class Call(Protocol):
-    """A call of the model, whose outputs are numbered in the order of their structure."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the script finds what the model returns."""
-
-    @property
-    def trains(self) -> bool:
-        """Whether a backward may follow."""
-
-    def is_known(self, output: int) -> bool:
-        """Whether the value of an output is there, or is to be made when it is first used."""
-
-    def value(self, output: int) -> Tensor:
-        """Return the value of an output; raise PlanError where there is none."""
-
-    def backward(self, loss: Pending, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Train on the batch of the call; further arguments are those of `Tensor.backward`."""
-
-    def need(self, outputs: set[int]) -> None:
-        """Make the values of outputs, as they are read; raise PlanError where that can't be."""
-
-
-@dataclass(slots=True, eq=False)
-class Output:
-    """An output of a call. Mutable: `value`, once it is there. `dims` counts its dims."""
-
-    call: Call
-    number: int
-    dims: int
-    value: Any = None
-
-
-@dataclass(slots=True, eq=False)
-class Applied:
-    """What a function of torch makes of pending tensors. Mutable: `value`, once it is there.
-
-    Attributes:
-        function: of `args` and `kwargs`, in which pending tensors are their `Node`.
-        writes: whether it writes into its first argument.
-        has_grad: whether autograd was on.
-        dims: how many dims that has.
-        item: which of what it returns this is; None: all.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    writes: bool
-    has_grad: bool
-    dims: int
-    item: int | None = None
-    value: Any = None
-
-
-Node = Output | Applied
+from planner.integrations.script.values.notes import (
+    Applied,
+    AsGiven,
+    Call,
+    Node,
+    Output,
+    calls_of,
+    outputs_of,
+    value_of,
+)
 
 _READS = frozenset(
     {Tensor.__repr__, Tensor.__format__, Tensor.tolist, Tensor.numpy, Tensor.item,
@@ -85,18 +39,26 @@ _READS = frozenset(
      Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.untyped_storage, Tensor.storage}
 )  # fmt: skip
 """Functions that read values though a tensor on the meta device may not mind."""
-_MOVES = frozenset({Tensor.cpu, Tensor.cuda})
-_WRITES = frozenset(
-    getattr(Tensor, f"__i{name}__")
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-    if hasattr(Tensor, f"__i{name}__")
+_OF_GRADIENTS = frozenset(
+    {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad}
 )
+_MOVES = frozenset({Tensor.cpu, Tensor.cuda})
+_MAY_COPY = _MOVES | {Tensor.to}
+"""Functions that return their argument itself where it is on the device that they name."""
 
 
 class Pending(Tensor):
-    """A tensor without a value yet. Mutable: functions that write in place make it another."""
+    """A tensor without a value yet. Mutable: functions that write in place make it another.
+
+    Attributes:
+        node: what makes it.
+        memory: the pending tensors that lie in the same memory, of those that are still used.
+        is_overwritten: whether one of these was written into, which changed this one.
+    """
 
     node: Node
+    memory: WeakSet[Pending]
+    is_overwritten: bool
 
     @classmethod
     def __torch_function__(
@@ -106,60 +68,32 @@ class Pending(Tensor):
         return applied(func, args, kwargs or {})
 
 
-def pending(meta: Tensor, node: Node) -> Pending:
-    """Return a tensor of the shape of `meta`, which that makes."""
+def pending(meta: Tensor, node: Node, memory: WeakSet[Pending] | None = None) -> Pending:
+    """Return a tensor of the shape of `meta`, which that makes, in a memory of its own or in that
+    of others.
+    """
     with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
         made = Tensor._make_subclass(Pending, meta.detach())
-    made.node = node
+    made.node, made.is_overwritten = node, False
+    made.memory = WeakSet() if memory is None else memory
+    made.memory.add(made)
+    for call in calls_of(node):
+        call.made.add(made)
     return made
 
 
-def calls_of(node: Node) -> set[Call]:
-    """Return the calls that a tensor was made of."""
-    return {output.call for output in outputs_of(node)}
+def returned(metas: Iterable[tuple[Tensor, Output]]) -> list[Pending]:
+    """Return what a call returns, of the shapes and in the memory of tensors on the meta device."""
+    made: list[tuple[Tensor, Pending]] = []
+    for meta, node in metas:
+        memory = next((p.memory for m, p in made if _share(m, meta)), None)
+        made.append((meta, pending(meta, node, memory)))
+    return [each for _, each in made]
 
 
-def outputs_of(node: Node, *, unknown: bool = False) -> Iterator[Output]:
-    """Yield the outputs of calls that a tensor was made of; of the `unknown`, those without whose
-    values it has none.
-    """
-    seen: set[int] = set()
-    waiting = [node]
-    while waiting:
-        each = waiting.pop()
-        if id(each) in seen or (unknown and each.value is not None):
-            continue
-        seen.add(id(each))
-        if isinstance(each, Applied):
-            waiting += nodes_in(each)
-        elif not (unknown and each.call.is_known(each.number)):
-            yield each
-
-
-def nodes_in(applied: Applied) -> list[Node]:
-    """Return what a function was given that was pending."""
-    leaves = tree_leaves((applied.args, applied.kwargs))
-    return list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Output | Applied)))
-
-
-def value_of(node: Node) -> Any:
-    """Return the value of what was noted, made of the values of outputs."""
-    if node.value is None:
-        if isinstance(node, Output):
-            node.value = node.call.value(node.number)
-        else:
-            args, kwargs = tree_map_only((Output, Applied), value_of, (node.args, node.kwargs))
-            node.value = computed(node, args, kwargs)
-    return node.value
-
-
-def computed(node: Applied, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a function makes of values."""
-    if node.writes:  # (into a copy: the value before is that of another note)
-        args = (args[0].clone(), *args[1:])
-    with torch.set_grad_enabled(node.has_grad):
-        made = node.function(*args, **kwargs)
-    return made if node.item is None else tree_leaves(made)[node.item]
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors on the meta device lie in the same memory."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def real(tensor: Pending) -> Tensor:
@@ -181,21 +115,40 @@ def applied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what `func` makes: pending, where its arguments are."""
     if (told := _told(func, args)) is not NotImplemented:
         return told
+    if func in _OF_GRADIENTS:
+        raise PlanError(
+            f"{func.__name__} of what the model returned: its gradient lies in the engine; put "
+            "what changes or reads it into the model's forward"
+        )
+    if func is Tensor.backward and isinstance(args[0], Pending):
+        calls = calls_of(args[0].node)
+        if not (_is_known(args[0]) and all(call.trains for call in calls)):
+            (call,) = _single(calls)
+            call.backward(args[0], args[1:], kwargs)
+            return None
     args, kwargs = tree_map_only(Pending, _real_if_known, (args, kwargs))
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Pending)]
     if not given:
         return func(*args, **kwargs)
-    if func is Tensor.backward:
-        (call,) = _single(calls_of(args[0].node))
-        call.backward(args[0], args[1:], kwargs)
-        return None
-    writes = _writes(func)
-    if not (func in _READS or (writes and not isinstance(args[0], Pending))):
-        made = _on_meta(func, args, kwargs)
+    if func not in _READS:
+        made = _noted(func, args, kwargs)
         if made is not NotImplemented:
-            return _noted(func, args, kwargs, made, writes=writes)
+            return made
+    _refuse_overwritten(given)
     args, kwargs = tree_map_only(Pending, real, (args, kwargs))
     return func(*args, **kwargs)
+
+
+def _refuse_overwritten(given: Iterable[Any]) -> None:
+    for leaf in given:
+        if isinstance(leaf, Pending) and leaf.is_overwritten:
+            with torch._C.DisableTorchFunctionSubclass():
+                shape = list(leaf.shape)
+            raise PlanError(
+                f"a tensor of shape {shape} is used behind a write into another one that lies in "
+                "its memory (a view, or what it is a view of), before the backward; use the one "
+                "that was written into, or write into a clone"
+            )
 
 
 def _single(calls: set[Call]) -> set[Call]:
@@ -208,7 +161,7 @@ def _single(calls: set[Call]) -> set[Call]:
 
 
 def _real_if_known(tensor: Pending) -> Tensor:
-    return real(tensor) if _is_known(tensor) else tensor
+    return real(tensor) if _is_known(tensor) and not tensor.is_overwritten else tensor
 
 
 def _told(func: Any, args: tuple[Any, ...]) -> Any:
@@ -229,53 +182,71 @@ def _told(func: Any, args: tuple[Any, ...]) -> Any:
     return NotImplemented
 
 
-def _writes(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return func in _WRITES or (name.endswith("_") and not name.endswith("__"))
-
-
-def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a function makes of shapes; NotImplemented where it needs values."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        plain_args, plain = tree_map_only(Tensor, _meta, (args, kwargs))
-        try:
-            if func in _MOVES:
-                return plain_args[0]
-            with StaysOnMeta():
-                return func(*plain_args, **plain)
-        except Exception:  # told of the real values
-            return NotImplemented
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    like = tensor.as_subclass(Tensor) if isinstance(tensor, Pending) else tensor
-    return torch.empty_like(like, device="meta")
-
-
-def _noted(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any, *, writes: bool
-) -> Any:
-    nodes, named = tree_map_only(Pending, lambda tensor: tensor.node, (args, kwargs))
-    node = Applied(func, nodes, named, writes, torch.is_grad_enabled(), _dims(made))
-    if writes:
-        args[0].node = node
-        return args[0]
-    leaves = tree_leaves(made)
-    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+def _noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a function makes of shapes, noted; NotImplemented where it needs values."""
+    copies = {
+        id(leaf): (leaf, _meta(leaf))
+        for leaf in tree_leaves((args, kwargs))
+        if isinstance(leaf, Tensor)
+    }
+    made = _on_meta(func, *tree_map_only(Tensor, lambda t: copies[id(t)][1], (args, kwargs)))
+    if made is NotImplemented:
         return made
-    if isinstance(made, Tensor):
-        return pending(made, node)
+    written = [given for given, copy in copies.values() if copy._version]
+    targets = [given for given in written if isinstance(given, Pending)]
+    if len(targets) < len(written) or len(targets) > 1:
+        return NotImplemented
+    leaves = tree_leaves(made)
+    if targets or any(isinstance(leaf, Tensor) for leaf in leaves):
+        _refuse_overwritten(given for given, _ in copies.values())
+    nodes, named = tree_map_only(Pending, lambda tensor: tensor.node, (args, kwargs))
+    own = AsGiven(leaf for leaf, _ in copies.values() if not isinstance(leaf, Pending))
+    has_grad = torch.is_grad_enabled()
+    if targets:
+        (target,) = targets
+        copy = copies[id(target)][1]
+        if any(isinstance(leaf, Tensor) and leaf is not copy for leaf in leaves):
+            return NotImplemented
+        at = next(n for n, leaf in enumerate(tree_leaves((args, kwargs))) if leaf is target)
+        target.node = Applied(func, nodes, named, own, at, has_grad, target.dim())
+        for other in target.memory:
+            other.is_overwritten = other is not target
+        return tree_map(lambda leaf: target if isinstance(leaf, Tensor) else leaf, made)
+    is_alone = isinstance(made, Tensor)
     numbers = iter(range(len(leaves)))
 
     def item(leaf: Any) -> Any:
         number = next(numbers)
         if not isinstance(leaf, Tensor):
             return leaf
-        part = Applied(func, nodes, named, writes, node.has_grad, leaf.dim(), number)
-        return pending(leaf, part)
+        source = next((given for given, copy in copies.values() if copy is leaf), None)
+        if isinstance(source, Pending) and func not in _MAY_COPY:
+            return source  # (itself, as in `contiguous`)
+        node = Applied(
+            func, nodes, named, own, None, has_grad, leaf.dim(), None if is_alone else number
+        )
+        shared = (
+            given.memory
+            for given, copy in copies.values()
+            if isinstance(given, Pending) and _share(copy, leaf)
+        )
+        return pending(leaf, node, next(shared, None))
 
     return tree_map(item, made)
 
 
-def _dims(made: Any) -> int:
-    return made.dim() if isinstance(made, Tensor) else -1
+def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(False):
+        try:
+            if func in _MOVES:
+                return args[0]
+            with StaysOnMeta():
+                return func(*args, **kwargs)
+        except Exception:  # told of the real values
+            return NotImplemented
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+        like = tensor.as_subclass(Tensor) if isinstance(tensor, Pending) else tensor
+        return torch.empty_like(like, device="meta")

@@ -53,6 +53,22 @@ class Shaped:
     preambles: Mapping[int, Preamble]
 
 
+def _values(batch: Any) -> tuple[dict[str, Tensor], Any]:
+    """Return a batch's tensors by path, apart from what made them, and its structure.
+
+    Raises ModelError in training where that would have a gradient in one process, too.
+    """
+    leaves, tree = flatten_batch(batch)
+    for path, tensor in leaves.items():
+        if torch.is_grad_enabled() and tensor.grad_fn is not None:
+            raise ModelError(
+                f"batch leaf {path!r} is computed from tensors that require a gradient "
+                f"({type(tensor.grad_fn).__name__}), and a step gives one to the model's own "
+                "parameters alone; compute it in the model's forward, or give tensor.detach()"
+            )
+    return {path: tensor.detach() for path, tensor in leaves.items()}, tree
+
+
 class Feeder:
     """Feeds one rank's stages. `reads` are the paths of the batch's tensors that they, or the
     loss weight, take; a rank that reads none is given none.
@@ -118,7 +134,7 @@ class Feeder:
         """
         if isinstance(batch, OwnPart):
             return self._own_feed(batch)
-        leaves, tree = flatten_batch(batch)
+        leaves, tree = _values(batch)
         check_structure(tree, leaves, self._graph, needed=self._metas[0])
         (bucket, *_), num_samples = self._fitting(leaves)
         cut = CutBatch(
@@ -183,7 +199,7 @@ class Feeder:
 
     def _own_feed(self, part: OwnPart) -> Feed:
         agreed = part.agreed if isinstance(part.agreed, Agreed) else self._asked(part)
-        leaves, tree = flatten_batch(part.batch)
+        leaves, tree = _values(part.batch)
         metas = self._metas[agreed.bucket]
         cut = CutBatch(
             split=agreed.split,
@@ -231,7 +247,7 @@ class Feeder:
         Raises ModelError for a part that lacks what the rank reads, or has another structure.
         """
         count, number = self._mesh.size("batch"), self._mesh.rank("batch")
-        leaves, tree = flatten_batch(batch)
+        leaves, tree = _values(batch)
         if not leaves and not self.reads:
             return Said(parts=count, number=number, whole=whole, **more)
         check_structure(tree, leaves, self._graph, needed=self.reads)
@@ -308,7 +324,7 @@ class Feeder:
         """`runs` are the rank's samples in the cut batch, `places` theirs in the whole one. The
         user's function counts `counted` in that, where replicas have their own parts.
         """
-        parts = self._weights.parts(cut, runs)
+        parts = self._weights.parts(cut, runs, whole, places)
         weights = self._weights.of(whole, cut, runs, parts, counted)
         shaped = self._shapes[cut.bucket]
         metas = [shaped.graph.tensor[name] for name in self._used]

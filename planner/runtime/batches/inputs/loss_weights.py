@@ -125,11 +125,15 @@ class LossWeights:
         """Return what is made of a batch whose samples change places (`WholeBatchValues`)."""
         return self._wholes[bucket].in_order(whole, order)
 
-    def parts(self, cut: CutBatch, runs: Sequence[range]) -> list[Counted]:
-        """Return what counts in each of this rank's microbatches, for what follows."""
+    def parts(
+        self, cut: CutBatch, runs: Sequence[range], whole: OfWhole, places: Sequence[range]
+    ) -> list[Counted]:
+        """Return what counts in each of this rank's microbatches, for what follows. Their samples
+        have `places` in the whole batch.
+        """
         if not (self._has_loss or self._takes):
             return [Counted(samples=len(run), counts={}) for run in runs]
-        return self._wholes[cut.bucket].parts(cut, runs)
+        return self._wholes[cut.bucket].parts(cut, runs, whole, places)
 
     def given(self, whole: OfWhole, bucket: int, part: Counted, place: range) -> dict[str, Tensor]:
         """Return what blocks take with a microbatch, by names in the graph (see

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.language.across.halves import Halves, halves
 from planner.language.across.whole import LossShares, loss_shares
-from planner.language.graph import Affine, ModelGraph, Program, TensorMeta
+from planner.language.graph import Affine, ModelGraph, Program, Ref, TensorMeta, map_refs
 from planner.language.ops.samples.state import ADDED, SAMPLES, SCALED
 from planner.runtime.batches.inputs.feed import CutBatch, filled, piece_of, rows_of
 from planner.runtime.stage.program_fx import to_graph_module
@@ -158,17 +158,24 @@ class WholeBatchValues:
         each = [rows_of.unflatten(dim, in_runs) for rows_of in rows]
         return torch.cat(each, dim + 1).flatten(dim, dim + 1)
 
-    def parts(self, cut: CutBatch, runs: Sequence[range]) -> list[Counted]:
-        """Return what counts in each of some runs of samples, as far as shares need it."""
+    def parts(
+        self, cut: CutBatch, runs: Sequence[range], whole: OfWhole, places: Sequence[range]
+    ) -> list[Counted]:
+        """Return what counts in each of some runs of samples, as far as shares need it. The samples
+        have `places` in the whole batch.
+        """
         return [
             Counted(
-                samples=len(run), counts=self._counts_in(cut, run) if self._counts_parts else {}
+                samples=len(run),
+                counts=self._counts_in(cut, run, whole, place) if self._counts_parts else {},
             )
-            for run in runs
+            for run, place in zip(runs, places, strict=True)
         ]
 
-    def _counts_in(self, cut: CutBatch, run: range) -> dict[str, Tensor]:
-        return self._run("counts", cut, run) if len(run) and self._counts else {}
+    def _counts_in(
+        self, cut: CutBatch, run: range, whole: OfWhole, place: range
+    ) -> dict[str, Tensor]:
+        return self._run("counts", cut, run, whole, place) if len(run) and self._counts else {}
 
     def weights(self, whole: OfWhole, parts: Sequence[Counted]) -> list[Tensor]:
         """Return what each of some parts counts for in the loss of the batch."""
@@ -214,21 +221,34 @@ class WholeBatchValues:
         }
 
     def counts_of(self, cut: CutBatch, runs: Sequence[range]) -> list[dict[str, float]]:
-        """Return all that counts in each of some runs, samples among it."""
+        """Return all that counts in each of some runs of a whole batch, samples among it."""
         found = []
+        whole = self.of_whole(cut)
         for run in runs:
-            made = self._counts_in(cut, run)
+            made = self._counts_in(cut, run, whole, run)
             found.append(
                 {SAMPLES: float(len(run))}
                 | {name: float(made[name]) if name in made else 0.0 for name in self._counts}
             )
         return found
 
-    def _run(self, what: str, cut: CutBatch, samples: range) -> dict[str, Tensor]:
+    def _run(
+        self,
+        what: str,
+        cut: CutBatch,
+        samples: range,
+        whole: OfWhole | None = None,
+        place: range = range(0),
+    ) -> dict[str, Tensor]:
         program = self._program(what, len(samples))
+        of_whole = dict(self._values)
         values: dict[str, Tensor] = {}
         for name in program.inputs:
             meta = self._graph.tensor[name]
+            if whole is not None and name in of_whole:
+                value = whole.values[of_whole[name]]
+                values[name] = piece_of(value, meta, place, self._graph.unit)
+                continue
             piece = cut.tensor(meta.fqn, samples).to(_CPU, getattr(torch, meta.dtype))
             values[name] = filled(piece, meta.shape_at(len(samples)), self._pad.get(meta.fqn, 0))
         return program(values, self.tensors)
@@ -239,9 +259,28 @@ class WholeBatchValues:
                 "whole": self.shares.program,
                 "first": self._halves.first,
                 "second": self._halves.second,
-            }.get(what) or self.shares.program.only(self._counts)
+            }.get(what) or self._counting()
             self._programs[what, samples] = HostProgram(program.bind(samples))
         return self._programs[what, samples]
+
+    def _counting(self) -> Program:
+        """Return what counts in a part, which takes values of the whole batch as blocks do: labels
+        and weights of classes may be made of these.
+        """
+        program = self.shares.program
+        given = {value: self._graph.tensor[name] for name, value in self._values}
+
+        def taken(ref: Ref) -> Ref:
+            return Ref(given[ref.name].name) if ref.name in given else ref
+
+        ops = tuple(
+            replace(op, args=map_refs(op.args, taken), kwargs=map_refs(op.kwargs, taken))
+            for op in program.ops
+        )
+        metas = tuple(given.values())
+        inputs = (*program.inputs, *(meta.name for meta in metas))
+        tensors = (*program.tensors, *metas)
+        return replace(program, inputs=inputs, tensors=tensors, ops=ops).only(self._counts)
 
 
 class HostProgram:
