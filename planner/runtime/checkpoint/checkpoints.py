@@ -53,6 +53,7 @@ from planner.runtime.process import device as devices
 from planner.runtime.process.groups.together import together
 from planner.runtime.state.optimizers.optimizer import OWN_SCALER, OWN_SCHEDULER
 from planner.runtime.state.rank_state import RankState
+from planner.runtime.step.compiling import OWN_SIZES
 
 
 class CheckpointWarning(UserWarning):
@@ -195,6 +196,8 @@ class Checkpoints:
             extra = {n: v for n, v in extra.items() if not n.startswith(OWN_SCHEDULER)}
         if OWN_SCALER not in notes.extra:  # saved under another precision: the scale begins
             extra = {n: v for n, v in extra.items() if n != OWN_SCALER}
+        if OWN_SIZES not in notes.extra:  # saved with eager kernels
+            extra = {n: v for n, v in extra.items() if n != OWN_SIZES}
         _of_own(control, lambda: check_extra(extra, notes))
         # Targets are found on all ranks before any tensor is overwritten: a misfit leaves the
         # training as it was.

@@ -75,7 +75,7 @@ from planner.runtime.step.build import (
     check_tables,
     zero_stage_of,
 )
-from planner.runtime.step.compiling import capture_of, compile_blocks
+from planner.runtime.step.compiling import OWN_SIZES, CompiledSizes, capture_of
 from planner.runtime.step.device_marks import DeviceMarks
 from planner.runtime.step.evaluation import Evaluation
 from planner.runtime.step.executor import Executor, Hooks
@@ -190,10 +190,13 @@ class Engine:
         # no header.
         edges = build_edges(graph, plan)
         self._programs = self._lowered.of(graphs)
+        self._compiled: CompiledSizes | None = None
         if plan.is_compiled:
             own = self.schedule.stages_of(mesh.rank("pp"))
             capture = capture_of(plan, mesh) if capture is None else capture
-            compile_blocks(self._programs, graph, plan, mesh, own, compiler or compiled, capture)
+            self._compiled = CompiledSizes(
+                self._programs, graph, plan, mesh, own, compiler or compiled, capture
+            )
         held = build_rank_state(
             plan,
             graphs,
@@ -520,6 +523,8 @@ class Engine:
     ) -> Tensor:
         # A bad batch is told before any gradient of the last step is lost.
         feed = self._feed(batch)
+        if self._compiled is not None:
+            self._compiled.meet(feed.bucket, feed.split)
         self._is_apart = apart
         # Gradients of an earlier batch without update are added to, not cleared.
         if not self._accumulation.is_open:
@@ -727,7 +732,7 @@ class Engine:
 
     def _with_own(self, extra: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         """Return what the script saves beside in a folder, and the engine's own: the schedulers
-        that it steps, and what scales the loss.
+        that it steps, what scales the loss, and which sizes are compiled.
         """
         given = {id(each) for each in extra.values()}
         own: dict[str, Any] = {
@@ -735,6 +740,8 @@ class Engine:
         }
         if self.scaler is not None:
             own[OWN_SCALER] = self.scaler
+        if self._compiled is not None:
+            own[OWN_SIZES] = self._compiled
         beside = {
             name: Beside(each, folder / name) if isinstance(each, Engine) else each
             for name, each in extra.items()

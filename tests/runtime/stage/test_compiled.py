@@ -18,7 +18,7 @@ from planner.runtime.stage.compiled.halves import cut
 from planner.runtime.stage.compiled.kernels import CompilerFailed, compiled, op_by_op
 from planner.runtime.stage.compiled.trace import NotCompilable, trace
 from planner.runtime.stage.program_fx import to_graph_module
-from planner.runtime.stage.programs import Programs
+from planner.runtime.stage.programs import Programs, Size
 from planner.runtime.stage.recompute import Keeper
 from planner.runtime.stage.weight_grads import WeightQueue
 from tests.runtime.alone import mesh_of
@@ -186,16 +186,24 @@ def test_what_saves_nothing_runs_op_by_op():
     assert_equal(block(*tensors), eager(*tensors))
 
 
-def test_other_sizes_run_op_by_op():
+def test_sizes_that_are_not_compiled_run_op_by_op():
     graph = captured("mlp")
     plan = default_plan(graph, microbatch_size=4)
     programs = Programs([graph], plan, mesh_of(plan), keeper=Keeper(), weight_queue=None)
-    programs.compile(0, op_by_op, recomputes=False)
-    assert isinstance(programs.of_class(0)(4), CompiledBlock)
-    assert not isinstance(programs.of_class(0)(2), CompiledBlock)
-    assert not isinstance(programs.of_class(1)(4), CompiledBlock)
+    for size in (4, 3):
+        programs.compile(0, Size(0, size), op_by_op, recomputes=False)
+    programs.compile(0, Size(0, 4), op_by_op, recomputes=True)
+
+    def compiled_sizes(of):
+        return [size for size in (2, 3, 4) if isinstance(of(size), CompiledBlock)]
+
+    assert compiled_sizes(programs.of_class(0)) == [3, 4]
+    assert compiled_sizes(programs.recomputing(0)) == [4]
+    assert compiled_sizes(programs.of_class(1)) == []
+    programs.run_eagerly(0, {Size(0, 3)})
+    assert compiled_sizes(programs.of_class(0)) == [4]
     programs.run_eagerly(0)
-    assert not isinstance(programs.of_class(0)(4), CompiledBlock)
+    assert compiled_sizes(programs.of_class(0)) == []
 
 
 def test_a_compiler_makes_the_same():

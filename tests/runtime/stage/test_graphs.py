@@ -12,7 +12,7 @@ from planner.language.lowering.lowering import local_program
 from planner.language.ops.record import why_no_graph
 from planner.language.plan import Plan
 from planner.runtime.stage.compiled.block import CompiledBlock
-from planner.runtime.stage.compiled.graphs import CudaCapture, GraphedKernels
+from planner.runtime.stage.compiled.graphs import CudaCapture, GraphedKernels, Standing
 from planner.runtime.stage.compiled.halves import cut
 from planner.runtime.stage.compiled.kernels import op_by_op
 from planner.runtime.stage.compiled.trace import trace
@@ -45,13 +45,14 @@ def tensors_of(program, seed):
     ]
 
 
-def graphed(program, *, num_blocks, capture=replaying):
+def graphed(program, *, num_blocks, capture=replaying, standing=None):
+    standing = standing or Standing()
     queue = WeightQueue()
     eager = to_graph_module(program, {}, CPU, weight_queue=queue)
     block = CompiledBlock(cut(trace(program, {}, CPU)), op_by_op, eager=eager, queue=queue)
     first = len(program.inputs)
     params = range(first, first + len(program.params))
-    block.run_in_graphs(capture, params=params, num_blocks=num_blocks)
+    block.run_in_graphs(capture, params=params, num_blocks=num_blocks, standing=standing)
     return eager, block
 
 
@@ -88,7 +89,9 @@ def test_a_result_in_memory_of_an_argument_is_the_callers():
         arguments.clear()
         return [x[1:], weight.t(), x + weight]
 
-    half = GraphedKernels(kernels, params=[1], num_blocks=1, capture=replaying)
+    half = GraphedKernels(
+        kernels, params=[1], num_blocks=1, capture=replaying, standing=Standing(), half="forward"
+    )
     x, weight = torch.arange(4.0).view(2, 2), torch.ones(2, 2)
     given = [x, weight]
     row, transposed, total = half(given)
