@@ -5,7 +5,10 @@ Most run the graphs' own ops instead of a compiler's kernels, as in `test_compil
 
 from __future__ import annotations
 
+import io
+import time
 from collections import Counter
+from contextlib import redirect_stderr
 
 import pytest
 import torch
@@ -14,16 +17,18 @@ from planner.capture import capture_source
 from planner.language.graph import from_json, to_json
 from planner.language.lowering.defaults import default_plan
 from planner.runtime.process.groups.mesh import build_mesh
+from planner.runtime.process.watchdog import STALL_S
 from planner.runtime.proofs.promote import (
     ReferenceMode,
     in_fp64,
     promote_graph,
     promote_module,
 )
-from planner.runtime.stage.compiled.kernels import compiled, op_by_op
+from planner.runtime.stage.compiled.kernels import CompilerFailed, compiled, op_by_op
 from planner.runtime.step import compiling
 from planner.runtime.step import engine as engine_module
 from planner.runtime.step.engine import Engine
+from tests.builders import HIDDEN, SEQUENCE
 from tests.model_matrix import model_matrix
 from tests.runtime import test_buckets
 from tests.runtime.beside import OneProcess, adamw, gap_by_tensor, worst
@@ -144,3 +149,133 @@ def test_batches_of_each_shape_have_programs_of_their_own():
     plan = test_buckets.plan_of("gpt", dp=2, num_microbatches=2, microbatch_size=2)
     plan = plan.model_copy(update={"kernels": "compiled"})
     assert run_ranks(gap_of_lengths, 2, plan)[0] < 1e-9
+
+
+def engine_of(graph, plan, compiler, **options):
+    torch.manual_seed(0)
+    module = model_matrix()["gpt"].build()
+    plan = plan.model_copy(update={"kernels": "compiled"})
+    mesh = build_mesh(plan, torch.device("cpu"))
+    return Engine(plan, graph, module, mesh, optimizer=adamw(module), compiler=compiler, **options)
+
+
+def batches(sizes):
+    for number, size in enumerate(sizes):
+        torch.manual_seed(number)
+        yield model_matrix()["gpt"].batch(size)
+
+
+def resumed(captured, folder):
+    """On a rank: the last losses of a training in a row, of one that goes on from the middle of it,
+    and of an engine that goes back there; and which sizes each has compiled.
+    """
+    graph = from_json(captured)
+    plan = default_plan(graph, microbatch_size=4, num_microbatches=1, dp=2)
+    given = list(batches((8, 5, 7, 5, 3, 7, 3, 5, 2, 8)))
+    found = []
+
+    def finish(engine):
+        losses = [engine.step(batch).item() for batch in given[6:]]
+        found.append((losses, engine._compiled.state_dict()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "MOST_SIZES", 2)
+        engine = engine_of(graph, plan, compiled)
+        for batch in given[:6]:
+            engine.step(batch)
+        engine.save(folder)
+        finish(engine)
+        engine.load(folder)
+        finish(engine)
+        engine.close()
+        engine = engine_of(graph, plan, compiled)
+        engine.load(folder)
+        finish(engine)
+        # (Another plan has sizes of its own.)
+        other = engine_of(graph, default_plan(graph, microbatch_size=4, dp=2), compiled)
+        other.load(folder)
+        assert other._compiled.state_dict()["compiled"] == []
+        for each in (engine, other):
+            each.close()
+    return found
+
+
+@pytest.mark.slow
+def test_a_training_that_goes_on_runs_the_same_kernels(tmp_path):
+    """To the last bit, though sizes that were met before are among those that may be compiled."""
+    captured = to_json(capture_source(source_of("gpt")))
+    for whole, *others in run_ranks(resumed, 2, captured, tmp_path):
+        assert [size[1] for _, size in whole[1]["compiled"]] == [3, 2], "of 5: 2 3, of 7: 3 4"
+        for other in others:
+            assert other == whole
+
+
+def slow_on_one(captured):
+    """On a rank: what is told while rank 1 takes long to compile, which rank 0 waits for."""
+    graph = from_json(captured)
+    plan = default_plan(graph, microbatch_size=4, num_microbatches=1, dp=2)
+
+    def slowly(module):
+        if torch.distributed.get_rank():
+            time.sleep(4)
+        return op_by_op(module)
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()) as told:
+        patch.setenv(STALL_S, "2")
+        engine = engine_of(graph, plan, slowly)
+        for batch in batches((8, 7, 5, 5)):
+            engine.step(batch)
+        engine.close()
+    return told.getvalue()
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_those_that_compile():
+    """For longer than an operation of theirs may take, and no watchdog calls it a stall."""
+    captured = to_json(capture_source(source_of("gpt")))
+    first, second = run_ranks(slow_on_one, 2, captured, timeout_s=16)
+    assert second == ""
+    # (Of 7 samples they have 3 and 4, of 5 they have 2 and 3.)
+    sizes = ("", " for microbatches of 3 samples a rank")
+    assert first.splitlines() == [
+        f"planner: compiling blocks{size}, {number} of 3: {name}"
+        for size in sizes
+        for number, name in ((2, "norm"), (3, "token"))
+    ]
+
+
+def failing_on_one(captured):
+    """On a rank: losses, which sizes of which classes are compiled and what is told, where rank 1
+    fails at layers of one size.
+    """
+    graph = from_json(captured)
+    plan = default_plan(graph, microbatch_size=4, num_microbatches=1, dp=2)
+
+    def compiler(module):
+        shapes = [tuple(n.meta["val"].shape) for n in module.graph.nodes if n.op == "placeholder"]
+        is_layer = (3, SEQUENCE, HIDDEN) in shapes and shapes.count((HIDDEN, HIDDEN)) > 3
+        if torch.distributed.get_rank() and is_layer:
+            raise CompilerFailed("no")
+        return op_by_op(module)
+
+    engine = engine_of(graph, plan, compiler)
+    with redirect_stderr(io.StringIO()) as told:
+        losses = [engine.step(batch).item() for batch in batches((8, 5, 5, 6, 6))]
+    found = {(graph.classes[at].name, s.num_samples) for at, s, _ in engine._programs._compiled}
+    engine.close()
+    return losses, sorted(found), told.getvalue()
+
+
+def test_what_a_rank_fails_at_runs_op_by_op_on_all():
+    captured = to_json(capture_source(source_of("gpt")))
+    first, second = run_ranks(failing_on_one, 2, captured)
+    assert first[0] == second[0]
+    # Of 5 samples they have 2 and 3, which are compiled together or not at all.
+    classes = {"token": (2, 3, 4), "layers.*": (4,), "norm": (2, 3, 4)}
+    others = {"token": (3, 4), "layers.*": (4,), "norm": (3, 4)}
+    for (_, found, _), expected in zip((first, second), (classes, others), strict=True):
+        assert found == sorted((name, size) for name, sizes in expected.items() for size in sizes)
+    assert second[2] == ""
+    assert first[2] == (
+        "planner: eager kernels run in layers.* (no), in microbatches of 2 and 3 samples a rank\n"
+    )

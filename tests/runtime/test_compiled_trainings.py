@@ -202,7 +202,7 @@ def told_of_sizes() -> str:
 
 def test_what_is_not_compiled_is_told_once():
     assert run_ranks(told_of_sizes, 1)[0] == (
-        "planner: eager kernels run in layers.*, head (no), in microbatches of 1 samples a rank\n"
+        "planner: eager kernels run in layers.*, head (no), in microbatches of 1 sample a rank\n"
         "planner: microbatches of 9 samples a rank, and further sizes, run op by op: 8 sizes "
         "beside the plan's are compiled (told once)\n"
     )

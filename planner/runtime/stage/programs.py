@@ -39,6 +39,9 @@ from planner.runtime.stage.weight_grads import WeightQueue
 
 Run = Callable[..., tuple[Tensor, ...]]
 
+OWN_SIZES = "compiled sizes of the engine"
+"""Under what name checkpoints have which sizes are compiled."""
+
 _MOST_MET = 64
 """Splits of batches whose sizes are not looked at again."""
 

@@ -34,9 +34,6 @@ from planner.runtime.stage.compiled.kernels import Compiler, CompilerFailed
 from planner.runtime.stage.compiled.trace import NotCompilable
 from planner.runtime.stage.programs import Programs, Size, sizes_of
 
-OWN_SIZES = "compiled sizes of the engine"
-"""Under what name checkpoints have them."""
-
 MOST_SIZES = 8
 """Sizes of microbatches that are compiled beside the plan's own, of each shape of batches: a batch
 of any size has them all, where a rank has up to 9 samples of a microbatch. Each takes what the
@@ -96,6 +93,7 @@ class CompiledSizes:
         self._seen: set[tuple[int, Size]] = set()  # in one batch alone
         self._settled: set[tuple[int, tuple[tuple[int, ...], ...]]] = set()
         self._places: set[tuple[int, int, Size]] = set()
+        self._failed: set[tuple[int, Size]] = set()  # (class, size), on any rank
         self._has_told = False
         sizes: list[Size] = []
         for bucket in range(len(programs.runs_whole)):
@@ -145,8 +143,8 @@ class CompiledSizes:
         if left and not self._has_told:
             self._has_told = True
             self._tell(
-                f"microbatches of {self._spelled_sizes(left)} samples a rank, and further sizes, "
-                f"run op by op: {MOST_SIZES} sizes beside the plan's are compiled (told once)"
+                f"microbatches of {self._spelled_sizes(left)}, and further sizes, run op by op: "
+                f"{MOST_SIZES} sizes beside the plan's are compiled (told once)"
             )
         held = self._planned.union(self._others)
         new = {place for place in places - self._places if (place[0], place[2]) in held}
@@ -157,12 +155,11 @@ class CompiledSizes:
     def _compile_others(self, new: Collection[tuple[int, int, Size]]) -> None:
         where = self._mesh.size("batch"), self._mesh.rank("batch")
         own = [size for *place, size in sorted(new, reverse=True) if tuple(place) == where]
-        spelled = (
-            f"microbatches of {self._spelled_sizes([size for *_, size in new])} samples a rank"
-        )
+        spelled = f"microbatches of {self._spelled_sizes([size for *_, size in new])}"
         failed = self._compile(own, f" for {spelled}")
         for class_index in failed:
-            self._programs.run_eagerly(class_index, own)
+            self._failed |= {(class_index, size) for *_, size in new}
+            self._programs.run_eagerly(class_index, {size for *_, size in new})
         if failed:
             self._tell(f"eager kernels run in {_spelled(self._graph, failed)}, in {spelled}")
 
@@ -207,7 +204,8 @@ class CompiledSizes:
         """Compile all forms of these sizes; return the classes at which any rank failed."""
         # The largest first: ranks go from one to the next together.
         forms = sorted(self._forms, key=lambda form: -len(self._graph.classes[form[0]].ops))
-        left = [_Work(form[0], size, form[1]) for form in forms for size in sizes]
+        works = [_Work(form[0], size, form[1]) for form in forms for size in sizes]
+        left = [each for each in works if (each.class_index, each.size) not in self._failed]
         found: dict[int, Reason] = {}
         began, done = time.monotonic(), 0
         names = [self._name_of(each) for each in left]
@@ -254,7 +252,8 @@ class CompiledSizes:
 
     def _spelled_sizes(self, sizes: Collection[Size]) -> str:
         unit = self._plan.unit.size
-        return " and ".join(str(n * unit) for n in sorted({size.num_samples for size in sizes}))
+        numbers = [n * unit for n in sorted({size.num_samples for size in sizes})]
+        return f"{' and '.join(map(str, numbers))} sample{'s' * (numbers != [1])} a rank"
 
     def _tell(self, text: str) -> None:
         if self._mesh.global_rank == 0:

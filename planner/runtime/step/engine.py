@@ -54,7 +54,7 @@ from planner.runtime.stage.compiled.graphs import Capture
 from planner.runtime.stage.compiled.kernels import Compiler, compiled
 from planner.runtime.stage.host import Host
 from planner.runtime.stage.host_activations import ActivationsOnHost
-from planner.runtime.stage.programs import Programs
+from planner.runtime.stage.programs import OWN_SIZES, Programs
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.state import zero
 from planner.runtime.state.average import WeightAverage
@@ -75,7 +75,7 @@ from planner.runtime.step.build import (
     check_tables,
     zero_stage_of,
 )
-from planner.runtime.step.compiling import OWN_SIZES, CompiledSizes, capture_of
+from planner.runtime.step.compiling import CompiledSizes, capture_of
 from planner.runtime.step.device_marks import DeviceMarks
 from planner.runtime.step.evaluation import Evaluation
 from planner.runtime.step.executor import Executor, Hooks
