@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import time
 from collections import Counter
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 
 import pytest
 import torch
@@ -32,6 +32,8 @@ from tests.builders import HIDDEN, SEQUENCE
 from tests.model_matrix import model_matrix
 from tests.runtime import test_buckets
 from tests.runtime.beside import OneProcess, adamw, gap_by_tensor, worst
+from tests.runtime.stage.test_graphs import replaying
+from tests.runtime.test_compiled import failing
 from tests.runtime.test_verify_matrix import source_of
 from tests.spawn import run_ranks
 
@@ -54,11 +56,10 @@ def steps_of(most: int, least: int) -> list[tuple[int, ...]]:
     return [(most,), (most - 1,), (least,), (most,), (least + 2, most - 3), (most - 1,)]
 
 
-def train_beside(name, captured, layouts, compiler, most_sizes=compiling.MOST_SIZES):
+def train_beside(name, captured, layouts, compiler, capture=None):
     """On a rank, in fp64: by layout, how far from one process it is, and how many compiled programs
     of which sizes it has.
     """
-    compiling.MOST_SIZES = most_sizes
     tiny, graph = model_matrix()[name], promote_graph(from_json(captured))
     found = {}
 
@@ -71,10 +72,18 @@ def train_beside(name, captured, layouts, compiler, most_sizes=compiling.MOST_SI
         module = tiny.build()
         promote_module(module)
         plan = default_plan(graph, microbatch_size=3, num_microbatches=2, **layout)
-        plan = plan.model_copy(update={"kernels": "compiled"})
+        plan = plan.model_copy(update={"kernels": "graphs" if capture else "compiled"})
         alone = OneProcess(module, adamw, loss=tiny.loss)
         mesh = build_mesh(plan, torch.device("cpu"))
-        engine = Engine(plan, graph, module, mesh, optimizer=adamw(module), compiler=compiler)
+        engine = Engine(
+            plan,
+            graph,
+            module,
+            mesh,
+            optimizer=adamw(module),
+            compiler=compiler,
+            capture=capture,
+        )
         gaps = []
         # (Sequences that tp cuts by samples take a few at least.)
         least = plan.least_batch * (2 if plan.tp > 1 else 1)
@@ -122,6 +131,11 @@ def test_batches_of_any_size_train_as_one_process():
 @pytest.mark.parametrize("name", MODELS)
 def test_batches_of_any_size_train_as_one_process_under_more_layouts(name):
     check(name, [label for label in LAYOUTS if name != "gpt" or label not in QUICK])
+
+
+@pytest.mark.slow
+def test_graphs_of_any_size_train_as_one_process():
+    check("gpt", ("dp2", "pp2-zb_h1-selective", "pp2-full"), op_by_op, replaying)
 
 
 @pytest.mark.slow
@@ -198,6 +212,35 @@ def resumed(captured, folder):
         for each in (engine, other):
             each.close()
     return found
+
+
+def met_in_contexts(captured):
+    """On a rank: losses of sizes that are met in contexts of a script, and which are compiled."""
+    graph = from_json(captured)
+    plan = default_plan(graph, microbatch_size=4, num_microbatches=1)
+    found = []
+    for compiler, contexts in (
+        (failing, nullcontext),
+        (op_by_op, torch.autograd.detect_anomaly),
+        (op_by_op, torch.profiler.profile),
+        (op_by_op, torch.autograd.graph.save_on_cpu),
+    ):
+        engine = engine_of(graph, plan, compiler)
+        with contexts():
+            losses = [engine.step(batch).item() for batch in batches((3, 3, 1, 1))]
+        sizes = {size.num_samples for _, size, _ in engine._programs._compiled}
+        found.append((losses, sizes))
+        engine.close()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_size_may_be_met_in_any_context():
+    captured = to_json(capture_source(source_of("gpt")))
+    (eager, none), *others = run_ranks(met_in_contexts, 1, captured)[0]
+    assert none == set()
+    assert [losses for losses, _ in others] == 3 * [eager]
+    assert [sizes for _, sizes in others] == 3 * [{1, 3, 4}]
 
 
 @pytest.mark.slow
