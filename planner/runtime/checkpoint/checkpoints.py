@@ -51,7 +51,7 @@ from planner.runtime.checkpoint.training import Loaded
 from planner.runtime.checkpoint.weight_files.sources import CheckpointSource, fill, open_source
 from planner.runtime.process import device as devices
 from planner.runtime.process.groups.together import together
-from planner.runtime.stage.programs import OWN_SIZES
+from planner.runtime.stage.compiled.sizes import OWN_SIZES
 from planner.runtime.state.optimizers.optimizer import OWN_SCALER, OWN_SCHEDULER
 from planner.runtime.state.rank_state import RankState
 

@@ -7,7 +7,7 @@ those of the sizes that `planner.runtime.step.compiling` chooses; others run eag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -32,6 +32,7 @@ from planner.runtime.stage.compiled.block import CompiledBlock
 from planner.runtime.stage.compiled.graphs import Capture, Standing
 from planner.runtime.stage.compiled.halves import cut
 from planner.runtime.stage.compiled.kernels import Compiler
+from planner.runtime.stage.compiled.sizes import Size, places_of
 from planner.runtime.stage.compiled.trace import trace
 from planner.runtime.stage.program_fx import import_libraries, to_graph_module
 from planner.runtime.stage.recompute import Keeper
@@ -39,20 +40,8 @@ from planner.runtime.stage.weight_grads import WeightQueue
 
 Run = Callable[..., tuple[Tensor, ...]]
 
-OWN_SIZES = "compiled sizes of the engine"
-"""Under what name checkpoints have which sizes are compiled."""
-
 _MOST_MET = 64
 """Splits of batches whose sizes are not looked at again."""
-
-
-class Size(NamedTuple):
-    """What a rank has of a microbatch, and of which shape of batches."""
-
-    bucket: int
-    num_samples: int
-    parts: tuple[int, ...] = ()
-    """Samples of each replica, where ops run on the whole batch; else none."""
 
 
 class Variant(NamedTuple):
@@ -113,8 +102,9 @@ class Programs:
         """Return the sizes of this rank's microbatches of a batch that is split so, largest first:
         those of the plan, where the batch is the plan's.
         """
-        count, number = self._mesh.size("batch"), self._mesh.rank("batch")
-        return sizes_of(split, bucket, count, (number,), in_whole=self.runs_whole[bucket])
+        count, own = self._mesh.size("batch"), self._mesh.rank("batch")
+        places = places_of(split, bucket, count, in_whole=self.runs_whole[bucket])
+        return tuple(sorted((size for number, size in places if number == own), reverse=True))
 
     def compile(
         self,
@@ -219,8 +209,8 @@ class Programs:
             degrees = plan.stage_degrees(index)
             count = degrees.along("batch")
             # (The plan's are made ahead.)
-            sizes = {size.num_samples for size in sizes_of(split, self.bucket, count)}
-            sizes -= {size.num_samples for size in sizes_of(plan.split, self.bucket, count)}
+            sizes = {size.num_samples for _, size in places_of(split, self.bucket, count)}
+            sizes -= {size.num_samples for _, size in places_of(plan.split, self.bucket, count)}
             of_classes = {graph.blocks[block].class_index for block in stage.blocks}
             for class_index, size in product(sorted(of_classes), sorted(sizes)):
                 variant = Variant(class_index, self.bucket, size, self._parts(self.bucket))
@@ -301,21 +291,3 @@ class Programs:
                 f"a microbatch of {num_samples * unit} instead of {full_size * unit} samples a "
                 f"rank can't be run as planned ({error}); {remedy}"
             ) from error
-
-
-def sizes_of(
-    split: BatchSplit,
-    bucket: int,
-    count: int,
-    numbers: Iterable[int] | None = None,
-    *,
-    in_whole: bool = False,
-) -> tuple[Size, ...]:
-    """Return the sizes that microbatches have in `count` parts, or in some of these, largest first.
-
-    `in_whole`: of programs whose ops run on the whole batch.
-    """
-    parts = tuple(len(split.part(0, count, part)) for part in range(count)) if in_whole else ()
-    places = product(range(split.num_microbatches), range(count) if numbers is None else numbers)
-    found = {len(split.part(index, count, part)) for index, part in places}
-    return tuple(Size(bucket, size, parts) for size in sorted(found, reverse=True))

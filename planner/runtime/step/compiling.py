@@ -31,8 +31,9 @@ from planner.runtime.process.environment import KERNELS
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.stage.compiled.graphs import Capture, CudaCapture
 from planner.runtime.stage.compiled.kernels import Compiler, CompilerFailed
+from planner.runtime.stage.compiled.sizes import Size, places_of
 from planner.runtime.stage.compiled.trace import NotCompilable
-from planner.runtime.stage.programs import Programs, Size, sizes_of
+from planner.runtime.stage.programs import Programs
 
 MOST_SIZES = 8
 """Sizes of microbatches that are compiled beside the plan's own, of each shape of batches: a batch
@@ -187,8 +188,9 @@ class CompiledSizes:
             self._programs.run_eagerly(class_index, {size for *_, size in gone})
 
     def _plan_spelled(self) -> str:
-        plan = self._plan
-        return f"{plan.split.sizes} in {self._counts} parts, {len(self._programs.runs_whole)}"
+        plan, num_shapes = self._plan, len(self._programs.runs_whole)
+        cut = plan.shares or self._counts
+        return f"{plan.global_batch} in {plan.num_microbatches} on {cut}, {num_shapes} shapes"
 
     def _places_of(self, split: BatchSplit, bucket: int) -> set[tuple[int, int, Size]]:
         """Return the sizes of a batch's microbatches, by how many parts a stage has and which."""
@@ -196,8 +198,7 @@ class CompiledSizes:
         return {
             (count, number, size)
             for count in self._counts
-            for number in range(count)
-            for size in sizes_of(split, bucket, count, (number,), in_whole=in_whole)
+            for number, size in places_of(split, bucket, count, in_whole=in_whole)
         }
 
     def _compile(self, sizes: Sequence[Size], spelled: str) -> dict[int, Reason]:

@@ -52,9 +52,10 @@ from planner.runtime.process.spans import Spans
 from planner.runtime.process.watchdog import start_watchdog
 from planner.runtime.stage.compiled.graphs import Capture
 from planner.runtime.stage.compiled.kernels import Compiler, compiled
+from planner.runtime.stage.compiled.sizes import OWN_SIZES
 from planner.runtime.stage.host import Host
 from planner.runtime.stage.host_activations import ActivationsOnHost
-from planner.runtime.stage.programs import OWN_SIZES, Programs
+from planner.runtime.stage.programs import Programs
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.state import zero
 from planner.runtime.state.average import WeightAverage

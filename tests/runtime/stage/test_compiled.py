@@ -11,14 +11,16 @@ import torch
 from torch._inductor import config
 from torch.autograd.graph import saved_tensors_hooks
 
+from planner.language.graph.batch_split import BatchSplit
 from planner.language.lowering.defaults import default_plan
 from planner.language.ops.recompute_choice import ops_made_again
 from planner.runtime.stage.compiled.block import CompiledBlock
 from planner.runtime.stage.compiled.halves import cut
 from planner.runtime.stage.compiled.kernels import CompilerFailed, compiled, op_by_op
+from planner.runtime.stage.compiled.sizes import Size, places_of
 from planner.runtime.stage.compiled.trace import NotCompilable, trace
 from planner.runtime.stage.program_fx import to_graph_module
-from planner.runtime.stage.programs import Programs, Size
+from planner.runtime.stage.programs import Programs
 from planner.runtime.stage.recompute import Keeper
 from planner.runtime.stage.weight_grads import WeightQueue
 from tests.runtime.alone import mesh_of
@@ -184,6 +186,18 @@ def test_what_saves_nothing_runs_op_by_op():
     # Traced as one without a gradient, which the graph would not make.
     tensors[0].requires_grad_()
     assert_equal(block(*tensors), eager(*tensors))
+
+
+def test_sizes_of_microbatches_by_the_parts_that_have_them():
+    """Of 7 samples in 2 microbatches of 4 parts: 0 1 1 1, 1 1 1 1; in 2 parts 1 2, 2 2."""
+    split = BatchSplit.even(7, num_microbatches=2, parts=4)
+    assert split.sizes == ((0, 1, 1, 1), (1, 1, 1, 1))
+    found = places_of(split, 3, 2)
+    assert found == {(0, Size(3, 1)), (0, Size(3, 2)), (1, Size(3, 2))}
+    assert places_of(split, 0, 1) == {(0, Size(0, 3)), (0, Size(0, 4))}
+    assert {size.parts for _, size in places_of(split, 0, 2, in_whole=True)} == {(1, 2)}
+    for number, size in found:
+        assert any(len(split.part(m, 2, number)) == size.num_samples for m in (0, 1))
 
 
 def test_sizes_that_are_not_compiled_run_op_by_op():
