@@ -17,7 +17,7 @@ from planner.capture import capture_module
 from planner.language.lowering.defaults import default_plan
 from planner.language.plan import Plan
 from planner.runtime.process.groups.mesh import build_mesh
-from planner.runtime.stage.compiled.kernels import op_by_op
+from planner.runtime.stage.compiled.kernels import CompilerFailed, op_by_op
 from planner.runtime.step.engine import Engine
 from planner.runtime.step.update.values import ValuesError
 from tests.spawn import run_ranks
@@ -103,8 +103,8 @@ def planned(graph, choices) -> Plan:
 
 
 def losses_of(case: str) -> list[list[float]]:
-    """On a rank: losses with either kernels, of whole batches, a smaller one and an evaluation; and
-    what is fetched.
+    """On a rank: losses with either kernels, of whole batches, smaller ones, the second of which is
+    compiled, and an evaluation; and what is fetched.
     """
     sizes, choices = CASES[case]
     found = []
@@ -125,7 +125,8 @@ def losses_of(case: str) -> list[list[float]]:
         )
         # (Sequences over tp are cut by samples here, so that all batches are alike.)
         fewer = plan.global_batch - ("tp" not in choices)
-        losses = [engine.step(batch(n)) for n in (plan.global_batch, plan.global_batch, fewer)]
+        given = (plan.global_batch, plan.global_batch, fewer, fewer)
+        losses = [engine.step(batch(size)) for size in given]
         losses.append(engine.evaluate(batch(plan.global_batch)))
         losses.append(engine.step(batch(plan.global_batch), fetch=["layers.1"]))
         losses += [value.double().sum() for value in engine.fetched.values()]  # on rank 0
@@ -138,7 +139,7 @@ def losses_of(case: str) -> list[list[float]]:
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_eager_blocks(case):
     eager, compiled = run_ranks(losses_of, 2, case)[0]
-    assert len(eager) == 6
+    assert len(eager) == 7
     assert eager == compiled
 
 
@@ -172,23 +173,36 @@ def test_a_value_that_is_none_is_traced_to_its_op():
 
 
 def told_of_sizes() -> str:
-    """On a rank: what is said of a short batch, which comes twice, and of an evaluation."""
+    """On a rank: what is said of batches of many sizes, each of which comes twice, of one of which
+    the compiler fails at the first layer.
+    """
+
+    def failing_at_one(module):
+        shapes = {tuple(n.meta["val"].shape) for n in module.graph.nodes if n.op == "placeholder"}
+        if (1, SEQUENCE, 32) in shapes and (64, 32) in shapes:
+            raise CompilerFailed("no")
+        return op_by_op(module)
+
     torch.manual_seed(0)
     model = Model()
     graph = capture_module(model, batch(2), batch(3))
-    plan = default_plan(graph, microbatch_size=2, num_microbatches=2)
+    plan = default_plan(graph, microbatch_size=12, num_microbatches=1)
     plan = plan.model_copy(update={"kernels": "compiled"})
-    engine = Engine(plan, graph, model, build_mesh(plan, torch.device("cpu")), compiler=op_by_op)
+    mesh = build_mesh(plan, torch.device("cpu"))
+    engine = Engine(plan, graph, model, mesh, compiler=failing_at_one)
     with redirect_stderr(io.StringIO()) as told:
-        engine.evaluate(batch(3))
-        for size in (4, 3, 3):
+        for size in (12, 7, 7, *range(1, 12), *range(1, 12)):
+            engine.evaluate(batch(size))
             engine.step(batch(size))
+    sizes = {size.num_samples for _, size, _ in engine._programs._compiled}
     engine.close()
+    assert sizes == {*range(1, 9), 12}
     return told.getvalue()
 
 
-def test_a_size_that_is_not_compiled_is_told_once():
+def test_what_is_not_compiled_is_told_once():
     assert run_ranks(told_of_sizes, 1)[0] == (
-        "planner: microbatches of 1 instead of 2 samples a rank run op by op, not compiled (told "
-        "once)\n"
+        "planner: eager kernels run in layers.*, head (no), in microbatches of 1 sample a rank\n"
+        "planner: microbatches of 9 samples a rank, and further sizes, run op by op: 8 sizes "
+        "beside the plan's are compiled (told once)\n"
     )

@@ -51,6 +51,7 @@ from planner.runtime.checkpoint.training import Loaded
 from planner.runtime.checkpoint.weight_files.sources import CheckpointSource, fill, open_source
 from planner.runtime.process import device as devices
 from planner.runtime.process.groups.together import together
+from planner.runtime.stage.compiled.sizes import OWN_SIZES
 from planner.runtime.state.optimizers.optimizer import OWN_SCALER, OWN_SCHEDULER
 from planner.runtime.state.rank_state import RankState
 
@@ -195,6 +196,8 @@ class Checkpoints:
             extra = {n: v for n, v in extra.items() if not n.startswith(OWN_SCHEDULER)}
         if OWN_SCALER not in notes.extra:  # saved under another precision: the scale begins
             extra = {n: v for n, v in extra.items() if n != OWN_SCALER}
+        if OWN_SIZES not in notes.extra:  # saved with eager kernels
+            extra = {n: v for n, v in extra.items() if n != OWN_SIZES}
         _of_own(control, lambda: check_extra(extra, notes))
         # Targets are found on all ranks before any tensor is overwritten: a misfit leaves the
         # training as it was.

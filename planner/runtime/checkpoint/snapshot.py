@@ -33,6 +33,9 @@ from planner.runtime.checkpoint.parts import (
 from planner.runtime.stage.randomness import read_generators, write_generators
 from planner.runtime.state.rank_state import RankState
 
+_OF_ENGINE = " of the engine"
+"""In names of what engines save beside by themselves."""
+
 
 @dataclass(slots=True)
 class Notes:
@@ -135,7 +138,7 @@ def check_extra(extra: Mapping[str, Any], notes: Notes) -> None:
     for name, kept in extra.items():
         _check_stateful(name, kept)
         if name not in notes.extra:
-            held = ", ".join(notes.extra) or "none"
+            held = ", ".join(name for name in notes.extra if _OF_ENGINE not in name) or "none"
             raise PlanError(
                 f"the checkpoint has no extra {name!r} (it has {held}); give load what save was "
                 "given"

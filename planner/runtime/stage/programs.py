@@ -2,19 +2,16 @@
 
 All blocks of a class share its program. A batch that does not divide evenly brings
 microbatches of two sizes; the program of a size is made when the size is first met. Compiled are
-those of the plan's own size, before the training: other sizes run eagerly, so that no step waits
-for a compiler.
+those of the sizes that `planner.runtime.step.compiling` chooses; others run eagerly.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import product
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -32,15 +29,19 @@ from planner.language.plan import Plan
 from planner.runtime.process.groups.mesh import Mesh
 from planner.runtime.stage.beside_collectives import BesideCollectives
 from planner.runtime.stage.compiled.block import CompiledBlock
-from planner.runtime.stage.compiled.graphs import Capture
+from planner.runtime.stage.compiled.graphs import Capture, Standing
 from planner.runtime.stage.compiled.halves import cut
 from planner.runtime.stage.compiled.kernels import Compiler
+from planner.runtime.stage.compiled.sizes import Size, places_of
 from planner.runtime.stage.compiled.trace import trace
 from planner.runtime.stage.program_fx import import_libraries, to_graph_module
 from planner.runtime.stage.recompute import Keeper
 from planner.runtime.stage.weight_grads import WeightQueue
 
 Run = Callable[..., tuple[Tensor, ...]]
+
+_MOST_MET = 64
+"""Splits of batches whose sizes are not looked at again."""
 
 
 class Variant(NamedTuple):
@@ -88,72 +89,83 @@ class Programs:
         self._runs: dict[Variant, Run] = {}
         self._narrow: dict[int, frozenset[str]] = {}
         self._met: set[tuple[int, tuple[tuple[int, ...], ...]]] = set()
-        self._has_told = False
-        self._compiled: dict[tuple[int, int, bool], CompiledBlock] = {}
+        self._checked: set[tuple[Variant, Degrees]] = set()
+        self._compiled: dict[tuple[int, Size, bool], CompiledBlock] = {}
+        self._standing: dict[tuple[int, bool], Standing] = {}
         # Ops on the whole batch are made for each way in which replicas share it.
         self._planned = [graph_under(graph, plan) for graph in graphs]
         self.runs_whole = [of is not graph for of, graph in zip(self._planned, graphs, strict=True)]
         count = mesh.size("batch")
         self.parts = tuple(len(plan.split.part(0, count, part)) for part in range(count))
-        self._own_parts = self.parts
+
+    def own_sizes(self, split: BatchSplit, bucket: int) -> tuple[Size, ...]:
+        """Return the sizes of this rank's microbatches of a batch that is split so, largest first:
+        those of the plan, where the batch is the plan's.
+        """
+        count, own = self._mesh.size("batch"), self._mesh.rank("batch")
+        places = places_of(split, bucket, count, in_whole=self.runs_whole[bucket])
+        return tuple(sorted((size for number, size in places if number == own), reverse=True))
 
     def compile(
         self,
         class_index: int,
+        size: Size,
         compiler: Compiler,
         *,
         recomputes: bool,
         capture: Capture | None = None,
     ) -> str | None:
-        """Compile a class's program, which from now on runs for the plan's own number of samples;
-        given a `capture`, in CUDA graphs. Return why not in these, where none holds it.
+        """Compile a class's program of a size; given a `capture`, in CUDA graphs. Return why not in
+        these, where none holds it.
 
         `recomputes`: that which makes cheap ops again in its backward; else that which saves all.
         Raises NotCompilable where no graph holds the program, CompilerFailed where the compiler
         fails.
         """
-        found = None
-        for bucket in range(len(self._graphs)):
-            variant = Variant(class_index, bucket, self._own_size, self._parts(bucket))
-            program = self._lowered(variant)
-            again = self._made_again(variant, program) if recomputes else frozenset()
-            joint = trace(program, self._groups(), self._mesh.device)
-            block = CompiledBlock(
-                cut(joint, made_again=again),
-                compiler,
-                eager=self.of_class(class_index)(self._own_size),
-                queue=self._weight_queue,
-                beside=self._beside is not None,
+        variant = Variant(class_index, *size)
+        program = self._lowered(variant)
+        again = self._made_again(variant, program) if recomputes else frozenset()
+        joint = trace(program, self._groups(), self._mesh.device)
+        block = CompiledBlock(
+            cut(joint, made_again=again),
+            compiler,
+            eager=self._made(variant),
+            queue=self._weight_queue,
+            beside=self._beside is not None,
+        )
+        found = None if capture is None else why_no_graph(program)
+        if capture is not None and joint.writes:
+            found = "it writes buffers"
+        if capture is not None and found is None:
+            kinds = [program.tensor[name].kind for name in (*program.inputs, *program.params)]
+            block.run_in_graphs(
+                capture,
+                params=[at for at, kind in enumerate(kinds) if kind == "param"],
+                num_blocks=sum(
+                    each.class_index == class_index for each in self._graphs[size.bucket].blocks
+                ),
+                standing=self._standing.setdefault((class_index, recomputes), Standing()),
             )
-            found = None if capture is None else why_no_graph(program)
-            if capture is not None and joint.writes:
-                found = "it writes buffers"
-            if capture is not None and found is None:
-                kinds = [program.tensor[name].kind for name in (*program.inputs, *program.params)]
-                block.run_in_graphs(
-                    capture,
-                    params=[at for at, kind in enumerate(kinds) if kind == "param"],
-                    num_blocks=sum(
-                        each.class_index == class_index for each in self._graphs[bucket].blocks
-                    ),
-                )
-            self._compiled[class_index, bucket, recomputes] = block
+        self._compiled[class_index, size, recomputes] = block
         return found
 
-    def run_eagerly(self, class_index: int) -> None:
-        """Take a class's compiled programs back."""
-        self._compiled = {key: run for key, run in self._compiled.items() if key[0] != class_index}
+    def run_eagerly(self, class_index: int, sizes: Collection[Size] | None = None) -> None:
+        """Take compiled programs of a class back: all, or those of some sizes."""
+        self._compiled = {
+            (index, size, recomputes): block
+            for (index, size, recomputes), block in self._compiled.items()
+            if index != class_index or (sizes is not None and size not in sizes)
+        }
 
     def is_compiled(self, class_index: int) -> bool:
-        """Whether a class's program is compiled."""
+        """Whether a class's program is compiled, of some size."""
         return any(index == class_index for index, *_ in self._compiled)
 
-    def of_class(self, class_index: int, *, recomputes: bool = False) -> Callable[[int], Run]:
+    def of_class(self, class_index: int) -> Callable[[int], Run]:
         """Return what gives a class's program for a number of samples.
 
-        `recomputes`: that which makes cheap ops again in its backward, of a compiled class. Raises
-        LayoutError now if the class can't run on a full microbatch as planned, and later if it
-        can't run on another number.
+        Raises LayoutError now if the class can't run on a full microbatch as planned, and later if
+        it can't run on another number.
         """
         if class_index not in self._of_class:
             # Made now for a full microbatch of each bucket, so that a class that can't run shows
@@ -166,16 +178,21 @@ class Programs:
             return eager
 
         def run(num_samples: int) -> Run:
-            parts = self._parts(self.bucket)
-            is_planned = num_samples == self._own_size and parts in ((), self._own_parts)
-            compiled = self._compiled.get((class_index, self.bucket, recomputes))
-            if compiled is not None and is_planned:
-                return compiled
-            if compiled is not None and torch.is_grad_enabled():
-                self._tell_of_size(num_samples)
-            return eager(num_samples)
+            return self._compiled_of(class_index, num_samples, False) or eager(num_samples)
 
         return run
+
+    def recomputing(self, class_index: int) -> Callable[[int], Run | None]:
+        """Return what gives a class's compiled program that makes cheap ops again in its backward,
+        for a number of samples; None where there is none of that size.
+        """
+        return lambda num_samples: self._compiled_of(class_index, num_samples, True)
+
+    def _compiled_of(
+        self, class_index: int, num_samples: int, recomputes: bool
+    ) -> CompiledBlock | None:
+        size = Size(self.bucket, num_samples, self._parts(self.bucket))
+        return self._compiled.get((class_index, size, recomputes))
 
     def check_sizes(self, split: BatchSplit) -> None:
         """Raise LayoutError where a block of the model can't run on a microbatch of a batch.
@@ -185,18 +202,21 @@ class Programs:
         """
         if (self.bucket, split.sizes) in self._met:
             return
+        if len(self._met) == _MOST_MET:  # (of large batches a split is large, too)
+            self._met.clear()
         plan, graph = self._plan, self._graphs[self.bucket]
-        lowered: set[tuple] = set()
         for index, stage in enumerate(plan.stages):
             degrees = plan.stage_degrees(index)
             count = degrees.along("batch")
-            sizes = _sizes(split, count) - _sizes(plan.split, count)  # (the plan's are made ahead)
+            # (The plan's are made ahead.)
+            sizes = {size.num_samples for _, size in places_of(split, self.bucket, count)}
+            sizes -= {size.num_samples for _, size in places_of(plan.split, self.bucket, count)}
             of_classes = {graph.blocks[block].class_index for block in stage.blocks}
             for class_index, size in product(sorted(of_classes), sorted(sizes)):
-                if (class_index, degrees, size) not in lowered:
-                    lowered.add((class_index, degrees, size))
-                    variant = Variant(class_index, self.bucket, size, self._parts(self.bucket))
+                variant = Variant(class_index, self.bucket, size, self._parts(self.bucket))
+                if (variant, degrees) not in self._checked:
                     self._lowered(variant, degrees)
+                    self._checked.add((variant, degrees))
         self._met.add((self.bucket, split.sizes))
 
     def gathered_narrow(self, class_index: int) -> frozenset[str]:
@@ -205,18 +225,6 @@ class Programs:
             variant = Variant(class_index, 0, self._own_size, self._parts(0))
             self._narrow[class_index] = gathered_narrow(self._lowered(variant))
         return self._narrow[class_index]
-
-    def _tell_of_size(self, num_samples: int) -> None:
-        """Say once that microbatches of this size are not compiled, on the first rank."""
-        if self._mesh.global_rank == 0 and not self._has_told:
-            unit = self._plan.unit.size
-            print(
-                f"planner: microbatches of {num_samples * unit} instead of "
-                f"{self._own_size * unit} samples a rank run op by op, not compiled (told once)",
-                file=sys.stderr,
-                flush=True,
-            )
-        self._has_told = True
 
     def _parts(self, bucket: int) -> tuple[int, ...]:
         return self.parts if self.runs_whole[bucket] else ()
@@ -283,9 +291,3 @@ class Programs:
                 f"a microbatch of {num_samples * unit} instead of {full_size * unit} samples a "
                 f"rank can't be run as planned ({error}); {remedy}"
             ) from error
-
-
-def _sizes(split: BatchSplit, count: int) -> set[int]:
-    """Return how many samples microbatches have in each of `count` parts."""
-    places = product(range(split.num_microbatches), range(count))
-    return {len(split.part(index, count, part)) for index, part in places}

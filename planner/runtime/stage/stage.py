@@ -43,9 +43,9 @@ class BlockModule(nn.Module):
     `program` gives the class's program for a number of samples. `slots` gives, for each of
     its params, the attribute holding it here, or the position of a tensor that the stage
     passes (a shared parameter, a buffer, a constant); `written` are the positions of buffers
-    that the program reads and writes. `recomputed` makes a run one that
-    keeps little; a compiled program that does so by itself is `recomputing`, and runs where not all
-    is to be kept. `away` takes activations to the host, and no parameters.
+    that the program reads and writes. `recomputed` makes a run one that keeps little; a compiled
+    program that does so by itself comes of `recomputing`, where there is one of that size, and runs
+    where not all is to be kept. `away` takes activations to the host, and no parameters.
     `unreached` gives, by the program's names, the user's names of parameters that a backward may
     not reach; `reached` has those that it did, by the program's.
     `narrow_params` are attributes that ZeRO gathers in 8 bits.
@@ -60,16 +60,15 @@ class BlockModule(nn.Module):
         *,
         written: frozenset[int] = frozenset(),
         recomputed: Callable[[Run], Recomputed] | None = None,
-        recomputing: Callable[[int], Run] | None = None,
+        recomputing: Callable[[int], Run | None] | None = None,
         away: ActivationsOnHost | None = None,
         unreached: Mapping[str, str] | None = None,
         narrow_params: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
         self.narrow_params = narrow_params
-        # Where all is to be kept, and elsewhere.
-        self.programs = program, recomputing or program
-        self._slots, self._away, self._keeps_all = slots, away, True
+        self.programs = program, recomputing
+        self._slots, self._away = slots, away
         self._written = written
         self.unreached, self.reached = unreached or {}, set[str]()
         self.params_are_dtensors = self.frees_params = False
@@ -84,16 +83,18 @@ class BlockModule(nn.Module):
         keep_all: bool = False,
     ) -> tuple[Tensor, ...]:
         """Run the block on local tensors; with `keep_all` there is no recomputation."""
-        self._keeps_all = keep_all or not torch.is_grad_enabled()
-        if self.recomputed is not None and not keep_all:
+        program, recomputing = self.programs
+        keep_all = keep_all or not torch.is_grad_enabled()
+        again = None if keep_all or recomputing is None else recomputing(num_samples)
+        if self.recomputed is not None and not keep_all and again is None:
             # The second run reads what the first one read: other microbatches have written since.
             found = {position: passed[position].clone() for position in self._written}
-            return self.recomputed(num_samples, passed, found, *inputs)
-        return self._with_params(num_samples, passed, {}, *inputs)
+            return self.recomputed(program(num_samples), passed, found, *inputs)
+        return self._with_params(again or program(num_samples), passed, {}, *inputs)
 
     def _with_params(
         self,
-        num_samples: int,
+        program: Run,
         passed: tuple[Tensor, ...],
         found: Mapping[int, Tensor],
         *inputs: Tensor,
@@ -114,7 +115,6 @@ class BlockModule(nn.Module):
             params = [_cast_whole(param, self.casts_whole_to) for param in params]
         if self._away is not None:
             self._away.hold(params)
-        program = self.programs[not self._keeps_all](num_samples)
         with noting_reached(self.reached) if self.unreached else nullcontext():
             made = program(*inputs, *params)
         return _apart(made, params) if self.frees_params else made
@@ -236,8 +236,8 @@ class StageModule(nn.Module):
             has_backward = any(graph.tensor[n].requires_grad for n in block.outputs)
             recomputing = None
             if again[position] == "selective" and programs.is_compiled(block.class_index):
-                recomputing = programs.of_class(block.class_index, recomputes=True)
-            elif again[position] != "none" and has_backward:
+                recomputing = programs.recomputing(block.class_index)
+            if again[position] != "none" and has_backward:
                 recomputed = partial(
                     Recomputed,
                     device=device,

@@ -52,6 +52,7 @@ from planner.runtime.process.spans import Spans
 from planner.runtime.process.watchdog import start_watchdog
 from planner.runtime.stage.compiled.graphs import Capture
 from planner.runtime.stage.compiled.kernels import Compiler, compiled
+from planner.runtime.stage.compiled.sizes import OWN_SIZES
 from planner.runtime.stage.host import Host
 from planner.runtime.stage.host_activations import ActivationsOnHost
 from planner.runtime.stage.programs import Programs
@@ -76,7 +77,7 @@ from planner.runtime.step.build import (
     check_tables,
     zero_stage_of,
 )
-from planner.runtime.step.compiling import capture_of, compile_blocks
+from planner.runtime.step.compiling import CompiledSizes, capture_of
 from planner.runtime.step.device_marks import DeviceMarks
 from planner.runtime.step.evaluation import Evaluation
 from planner.runtime.step.executor import Executor, Hooks
@@ -191,10 +192,13 @@ class Engine:
         # no header.
         edges = build_edges(graph, plan)
         self._programs = self._lowered.of(graphs)
+        self._compiled: CompiledSizes | None = None
         if plan.is_compiled:
             own = self.schedule.stages_of(mesh.rank("pp"))
             capture = capture_of(plan, mesh) if capture is None else capture
-            compile_blocks(self._programs, graph, plan, mesh, own, compiler or compiled, capture)
+            self._compiled = CompiledSizes(
+                self._programs, graph, plan, mesh, own, compiler or compiled, capture
+            )
         held = build_rank_state(
             plan,
             graphs,
@@ -529,6 +533,8 @@ class Engine:
             )
         # A bad batch is told before any gradient of the last step is lost.
         feed = self._feed(batch)
+        if self._compiled is not None:
+            self._compiled.meet(feed.bucket, feed.split)
         self._is_apart = apart
         # Gradients of an earlier batch without update are added to, not cleared.
         if not self._accumulation.is_open:
@@ -737,7 +743,7 @@ class Engine:
 
     def _with_own(self, extra: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         """Return what the script saves beside in a folder, and the engine's own: the schedulers
-        that it steps, and what scales the loss.
+        that it steps, what scales the loss, and which sizes are compiled.
         """
         given = {id(each) for each in extra.values()}
         own: dict[str, Any] = {
@@ -745,6 +751,8 @@ class Engine:
         }
         if self.scaler is not None:
             own[OWN_SCALER] = self.scaler
+        if self._compiled is not None:
+            own[OWN_SIZES] = self._compiled
         beside = {
             name: Beside(each, folder / name) if isinstance(each, Engine) else each
             for name, each in extra.items()

@@ -76,8 +76,7 @@ class Evaluation:
                     class_index = state.graph.blocks[first + position].class_index
                     # The block stays: its parameters, FSDP2's hooks and shards are those of
                     # training.
-                    program = programs.of_class(class_index)
-                    block.programs = program, program
+                    block.programs = programs.of_class(class_index), None
                 moved.append((stage.passed, dict(stage.passed)))
                 stage.passed.update(self._of_first_replica(index))
             yield

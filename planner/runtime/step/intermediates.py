@@ -88,7 +88,7 @@ def watching(
                 handing_out = _handing_out(
                     state.graph.blocks[index].class_index, programs, job, here, seen.pieces
                 )
-                block.programs = handing_out, handing_out
+                block.programs = handing_out, None
         yield seen
     finally:
         for block, own in changed:

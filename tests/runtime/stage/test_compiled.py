@@ -11,11 +11,13 @@ import torch
 from torch._inductor import config
 from torch.autograd.graph import saved_tensors_hooks
 
+from planner.language.graph.batch_split import BatchSplit
 from planner.language.lowering.defaults import default_plan
 from planner.language.ops.recompute_choice import ops_made_again
 from planner.runtime.stage.compiled.block import CompiledBlock
 from planner.runtime.stage.compiled.halves import cut
 from planner.runtime.stage.compiled.kernels import CompilerFailed, compiled, op_by_op
+from planner.runtime.stage.compiled.sizes import Size, places_of
 from planner.runtime.stage.compiled.trace import NotCompilable, trace
 from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.stage.programs import Programs
@@ -186,16 +188,36 @@ def test_what_saves_nothing_runs_op_by_op():
     assert_equal(block(*tensors), eager(*tensors))
 
 
-def test_other_sizes_run_op_by_op():
+def test_sizes_of_microbatches_by_the_parts_that_have_them():
+    """Of 7 samples in 2 microbatches of 4 parts: 0 1 1 1, 1 1 1 1; in 2 parts 1 2, 2 2."""
+    split = BatchSplit.even(7, num_microbatches=2, parts=4)
+    assert split.sizes == ((0, 1, 1, 1), (1, 1, 1, 1))
+    found = places_of(split, 3, 2)
+    assert found == {(0, Size(3, 1)), (0, Size(3, 2)), (1, Size(3, 2))}
+    assert places_of(split, 0, 1) == {(0, Size(0, 3)), (0, Size(0, 4))}
+    assert {size.parts for _, size in places_of(split, 0, 2, in_whole=True)} == {(1, 2)}
+    for number, size in found:
+        assert any(len(split.part(m, 2, number)) == size.num_samples for m in (0, 1))
+
+
+def test_sizes_that_are_not_compiled_run_op_by_op():
     graph = captured("mlp")
     plan = default_plan(graph, microbatch_size=4)
     programs = Programs([graph], plan, mesh_of(plan), keeper=Keeper(), weight_queue=None)
-    programs.compile(0, op_by_op, recomputes=False)
-    assert isinstance(programs.of_class(0)(4), CompiledBlock)
-    assert not isinstance(programs.of_class(0)(2), CompiledBlock)
-    assert not isinstance(programs.of_class(1)(4), CompiledBlock)
+    for size in (4, 3):
+        programs.compile(0, Size(0, size), op_by_op, recomputes=False)
+    programs.compile(0, Size(0, 4), op_by_op, recomputes=True)
+
+    def compiled_sizes(of):
+        return [size for size in (2, 3, 4) if isinstance(of(size), CompiledBlock)]
+
+    assert compiled_sizes(programs.of_class(0)) == [3, 4]
+    assert compiled_sizes(programs.recomputing(0)) == [4]
+    assert compiled_sizes(programs.of_class(1)) == []
+    programs.run_eagerly(0, {Size(0, 3)})
+    assert compiled_sizes(programs.of_class(0)) == [4]
     programs.run_eagerly(0)
-    assert not isinstance(programs.of_class(0)(4), CompiledBlock)
+    assert compiled_sizes(programs.of_class(0)) == []
 
 
 def test_a_compiler_makes_the_same():

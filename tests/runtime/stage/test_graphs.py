@@ -12,7 +12,7 @@ from planner.language.lowering.lowering import local_program
 from planner.language.ops.record import why_no_graph
 from planner.language.plan import Plan
 from planner.runtime.stage.compiled.block import CompiledBlock
-from planner.runtime.stage.compiled.graphs import CudaCapture, GraphedKernels
+from planner.runtime.stage.compiled.graphs import CudaCapture, GraphedKernels, Standing
 from planner.runtime.stage.compiled.halves import cut
 from planner.runtime.stage.compiled.kernels import op_by_op
 from planner.runtime.stage.compiled.trace import trace
@@ -45,13 +45,14 @@ def tensors_of(program, seed):
     ]
 
 
-def graphed(program, *, num_blocks, capture=replaying):
+def graphed(program, *, num_blocks, capture=replaying, standing=None):
+    standing = standing or Standing()
     queue = WeightQueue()
     eager = to_graph_module(program, {}, CPU, weight_queue=queue)
     block = CompiledBlock(cut(trace(program, {}, CPU)), op_by_op, eager=eager, queue=queue)
     first = len(program.inputs)
     params = range(first, first + len(program.params))
-    block.run_in_graphs(capture, params=params, num_blocks=num_blocks)
+    block.run_in_graphs(capture, params=params, num_blocks=num_blocks, standing=standing)
     return eager, block
 
 
@@ -82,13 +83,44 @@ def test_microbatches_in_flight_of_two_blocks_keep_what_they_are():
     assert len(captures) == 4, "two blocks, each a graph of either half"
 
 
+def test_sizes_of_a_class_share_memory():
+    """A smaller one lies in what a larger one has; a larger one that comes later has more."""
+    small, large, largest = (captured("gpt").classes[1].bind(size) for size in (1, 2, 3))
+    standing = Standing()
+    made = [graphed(each, num_blocks=1, standing=standing) for each in (large, small, largest)]
+    numbers = []
+    for program, (eager, block) in zip((large, small, largest), made, strict=True):
+        numbers.append([tensors_of(program, 0), tensors_of(program, 0), eager, block])
+    for column in (2, 3):
+        outputs = [row[column](*row[column - 2]) for row in numbers]
+        for each in outputs:
+            roots = [x for x in each if x.requires_grad]
+            torch.autograd.backward(roots, [torch.full_like(x, 0.5) for x in roots])
+        for row, each in zip(numbers, outputs, strict=True):
+            row[column] = [*each, *(x.grad for x in row[column - 2] if x.requires_grad)]
+    for *_, expected, found in numbers:
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+
+    def lies(block):
+        halves = (block.forward, block.backward)
+        tensors = [x for half in halves for x in (*half._taken, *half._given)]
+        return [x.untyped_storage().data_ptr() for x in tensors]
+
+    (_, of_large), (_, of_small), (_, of_largest) = made
+    assert lies(of_large) == lies(of_small)
+    assert set(lies(of_largest)) - set(lies(of_large)), "what grows with samples is longer"
+
+
 def test_a_result_in_memory_of_an_argument_is_the_callers():
     def kernels(arguments):
         x, weight = arguments
         arguments.clear()
         return [x[1:], weight.t(), x + weight]
 
-    half = GraphedKernels(kernels, params=[1], num_blocks=1, capture=replaying)
+    half = GraphedKernels(
+        kernels, params=[1], num_blocks=1, capture=replaying, standing=Standing(), half="forward"
+    )
     x, weight = torch.arange(4.0).view(2, 2), torch.ones(2, 2)
     given = [x, weight]
     row, transposed, total = half(given)

@@ -59,6 +59,31 @@ def test_a_second_run_reads_the_buffers_that_the_first_one_read():
     assert buffer.item() == 105.0  # without recomputation there is one run
 
 
+def test_a_compiled_program_makes_again_where_there_is_one_of_the_size():
+    """Of other sizes the block runs twice, as it does eagerly."""
+    called: list[str] = []
+
+    def named(name):
+        return lambda *tensors: (called.append(name), tensors)[1]
+
+    class Told(Twice):
+        def __call__(self, *given):
+            called.append("twice")
+            return self.run(*given)
+
+    block = BlockModule(
+        lambda _: named("eager"),
+        (),
+        recomputed=Told,
+        recomputing={5: named("compiled")}.get,
+    )
+    for size, keep_all in ((5, False), (4, False), (5, True)):
+        block((torch.ones(1),), (), size, keep_all=keep_all)
+    with torch.no_grad():
+        block((torch.ones(1),), (), 5)
+    assert called == ["compiled", "twice", "eager", "eager", "eager"]
+
+
 def test_values_are_freed_after_their_last_reader():
     def step(inputs: str, outputs: str) -> BlockStep:
         read = tuple((name, None, None) for name in inputs)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.runtime.stage.compiled.graphs import Capture, GraphedKernels
+from planner.runtime.stage.compiled.graphs import Capture, GraphedKernels, Standing
 from planner.runtime.stage.compiled.halves import Halves
 from planner.runtime.stage.compiled.kernels import Compiler, Kernels
 from planner.runtime.stage.compiled.pieces import RunPieces, in_pieces
@@ -46,16 +46,18 @@ class CompiledBlock:
         else:
             self.pieces = RunPieces(found, compiler)
 
-    def run_in_graphs(self, capture: Capture, *, params: Collection[int], num_blocks: int) -> None:
+    def run_in_graphs(
+        self, capture: Capture, *, params: Collection[int], num_blocks: int, standing: Standing
+    ) -> None:
         """Run both halves in CUDA graphs from now on; `params` are the positions of parameters,
-        which so many blocks have of their own.
+        which so many blocks have of their own. `standing` is that of the class, of all sizes.
         """
-        graphed = partial(GraphedKernels, num_blocks=num_blocks, capture=capture)
+        graphed = partial(GraphedKernels, num_blocks=num_blocks, capture=capture, standing=standing)
         saved = self.halves.saved_tensors
-        self.forward = graphed(self.forward, params=sorted(params))
+        self.forward = graphed(self.forward, params=sorted(params), half="forward")
         if self.backward is not None:
             of_backward = [at for at, position in enumerate(saved) if position in params]
-            self.backward = graphed(self.backward, params=of_backward)
+            self.backward = graphed(self.backward, params=of_backward, half="backward")
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the block on inputs and params."""

@@ -6,9 +6,10 @@ So what a half takes is copied to memory that stays, and what it gives is copied
     tensors --copy--> taken --graph--> given --copy--> tensors of their own
                 parameters ---^
 
-Parameters are read where they lie, so each block of a class has its graphs; what is taken and given
-is the class's. As results are tensors like any other, microbatches in flight, recomputation,
-offloads and W jobs hold them as they hold those of kernels
+Parameters are read where they lie, so each block of a class has its graphs, of each size of
+microbatches; what is taken and given is the class's, whose sizes have it in the same memory, as no
+two of them run at once. As results are tensors like any other, microbatches in flight,
+recomputation, offloads and W jobs hold them as they hold those of kernels
 (docs/decisions/0042-cuda-graphs-of-blocks.md).
 """
 
@@ -64,6 +65,32 @@ class CudaCapture:
         return replay
 
 
+class Standing:
+    """Memory that stays, of one class: tensors of several sizes lie in it. Mutable: made when it is
+    first needed, and again where a size needs more.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[str, int], Tensor] = {}
+
+    def like(self, use: str, at: int, tensor: Tensor) -> Tensor:
+        """Return the tensor of this use and number, laid out as another one is."""
+        needed = _extent(tensor) * tensor.element_size()
+        held = self._of.get((use, at))
+        if held is None or held.numel() < needed:
+            held = torch.empty(needed, dtype=torch.uint8, device=tensor.device)
+            self._of[use, at] = held
+        return held[:needed].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def _extent(tensor: Tensor) -> int:
+    """How many numbers lie between a tensor's first and its last."""
+    if not tensor.numel():
+        return 0
+    lies = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in lies)
+
+
 class _Given(NamedTuple):
     """A result: in memory of an argument, or in memory of its own."""
 
@@ -81,11 +108,19 @@ class GraphedKernels:
     """
 
     def __init__(
-        self, kernels: Kernels, *, params: Sequence[int], num_blocks: int, capture: Capture
+        self,
+        kernels: Kernels,
+        *,
+        params: Sequence[int],
+        num_blocks: int,
+        capture: Capture,
+        standing: Standing,
+        half: str,
     ) -> None:
         """`params` are the arguments that are parameters, whose memory stays; `num_blocks` is how
-        many blocks may run it.
+        many blocks may run it. In `standing` lies what it takes and gives, under the name `half`.
         """
+        self._standing, self._half = standing, half
         self._kernels, self._params, self._capture = kernels, tuple(params), capture
         self._num_blocks = num_blocks
         self._replays: dict[tuple[int, ...], Replay] = {}
@@ -105,7 +140,9 @@ class GraphedKernels:
         place = tuple([_address(arguments[at]) for at in self._params])
         if not self._taken:
             self._others = tuple(at for at in range(len(arguments)) if at not in self._params)
-            self._taken = [_like(arguments[at]) for at in self._others]
+            self._taken = [
+                self._standing.like(f"{self._half} takes", at, arguments[at]) for at in self._others
+            ]
         if self._others:
             torch._foreach_copy_(self._taken, [arguments[at] for at in self._others])
         replay = self._replays.get(place)
@@ -142,7 +179,9 @@ class GraphedKernels:
             self._results = [_given(x, arguments, lies) for x in made]
         results = zip(made, self._results, strict=True)
         own = [x for x, each in results if each.argument is None]
-        self._given = self._given or [_like(x) for x in own]
+        self._given = self._given or [
+            self._standing.like(f"{self._half} gives", at, x) for at, x in enumerate(own)
+        ]
         # In the graph: what it allocates goes back to its pool, for the graphs of other blocks.
         if own:
             torch._foreach_copy_(self._given, own)

@@ -111,7 +111,9 @@ class _Tracing:
         def run(tensors: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
             return self._run(tensors, grads)
 
-        with _disable_current_modes(), FakeTensorMode(), _compiling():
+        # (A step that meets a new size may run in anomaly mode, which reads values.)
+        silent = torch.autograd.set_detect_anomaly(False)
+        with _disable_current_modes(), FakeTensorMode(), _compiling(), silent:
             tensors, grads = (
                 [self._empty(meta) for meta in metas] for metas in (self._tensors, self._outputs)
             )
