@@ -52,6 +52,7 @@ def test_kernels_between_collectives_hold_what_is_predicted(model, recompute):
         pytest.param("gpt", "pp", marks=pytest.mark.slow),
         pytest.param("llama", "dp", marks=pytest.mark.slow),
         pytest.param("vit", "dp", marks=pytest.mark.slow),
+        pytest.param("mixtral", "dp", marks=pytest.mark.slow),
     ],
 )
 def test_what_kernels_make_again_is_predicted(model, layout):

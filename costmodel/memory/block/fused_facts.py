@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 from costmodel.memory.block.backward_facts import (
@@ -49,6 +50,18 @@ def made_late(saved: SavedTensors, products: Collection[str], again: Collection[
         for root in saved.roots
         if makers.get(root) in again and readers[root] <= kernels.union(products)
     }
+    # What is made again for others is made early, and on the way to it all that kernels read, too:
+    # no kernel makes that twice.
+    early = [root for root in saved.roots if makers.get(root) in again and root not in late]
+    inputs = {op.name: op.inputs for op in saved.program.ops if op.name in again}
+    met: set[str] = set()
+    while early:
+        for name in inputs.get(makers.get(early.pop(), ""), ()):
+            root = storage[name].root
+            if root not in met:
+                met.add(root)
+                early.append(root)
+    late = {root: others for root, others in late.items() if root not in met}
     return MadeLate(
         inside=frozenset(root for root, others in late.items() if not others),
         factors={root: makers[root] for root, others in late.items() if others},
@@ -197,7 +210,16 @@ def _kernel_step(parts: Sequence[OpFacts], program: Program, again: Collection[s
         product=None,
         remade_bytes=sum(part.remade_bytes for part in parts),
         is_kernel=True,
-        sums_late=not names.isdisjoint(again) and any(g.is_param for g in gradients.values()),
+        sums_late=not names.isdisjoint(again) and any(_sums(part, program) for part in parts),
+    )
+
+
+def _sums(part: OpFacts, program: Program) -> bool:
+    """Whether an op's backward sums a gradient over entries that share it: a weight's."""
+    made = prod(program.tensor[part.op.outputs[0]].shape_at(1))
+    return any(
+        not gradient.is_same and prod(program.tensor[gradient.name].shape_at(1)) < made
+        for gradient in part.gradients
     )
 
 

@@ -1,5 +1,9 @@
 """What a compiled block's backward holds: kernels as one step each, and products at the end."""
 
+from dataclasses import replace
+
+import pytest
+
 from costmodel.memory.block.block_bytes import block_bytes
 from costmodel.memory.block.fused_facts import compiled_facts, made_late
 from costmodel.memory.saved import saved_tensors
@@ -129,3 +133,43 @@ def test_a_loss_of_a_divided_vocabulary_is_one_kernel_with_what_is_ahead_of_it()
     assert [step.op.name for step in facts.ops] == ["cast", "a"]
     assert [g.name for g in facts.ops[0].gradients if g.name != "y"] == ["a"]
     assert facts.ops[0].scratch_bytes == 0
+
+
+AHEAD = {
+    "a": ("aten.mm.default", ("x", "w")),
+    "b": ("aten.silu.default", ("a",)),
+    "c": ("aten.mul.Tensor", ("b", "a")),
+    "d": ("aten.mm.default", ("c", "y")),
+}
+
+
+def test_what_is_made_again_for_others_leaves_what_is_on_the_way():
+    """c is a factor of y's gradient, made ahead of the kernel's own backward, which reads b: no
+    kernel makes b twice. By a weight's product alone it would be the kernel's own.
+    """
+    program = program_of(AHEAD, inputs=("x", "y"), params=("w",), outputs=("d",))
+    saved = saved_tensors(program, device_type="cpu")
+    late = made_late(saved, deferrable_products(program), AGAIN)
+    assert (late.inside, late.factors) == (frozenset(), {})
+
+
+NORMED = {
+    "a": ("aten.mm.default", ("x", "w")),
+    "b": ("aten.add.Tensor", ("a", "x")),
+    "c": ("aten.mul.Tensor", ("b", "scale")),
+    "d": ("aten.mm.default", ("c", "v")),
+}
+
+
+@pytest.mark.parametrize("again", [frozenset(), frozenset({"b", "c"})], ids=("kept", "again"))
+def test_sums_of_what_is_made_again_are_late(again):
+    """The gradient of a scale is a sum: made again, what it is a sum of stays to the end. The sum
+    that goes on to x is of no other's memory.
+    """
+    program = program_of(NORMED, inputs=("x",), params=("w", "scale", "v"), outputs=("d",))
+    tensors = [replace(t, shape=t.shape[1:]) if t.name == "scale" else t for t in program.tensors]
+    program = replace(program, tensors=tuple(tensors))
+    saved = saved_tensors(program, device_type="cpu")
+    facts = compiled_facts(saved, deferrable_products(program), again, saved.roots)
+    (kernel,) = [step for step in facts.ops if step.is_kernel]
+    assert kernel.sums_late is bool(again)
