@@ -32,6 +32,7 @@ from commands.estimate import estimate
 from commands.launch import launch
 from commands.profile import profile
 from commands.render.console import begin_stage, stage
+from commands.render.encoding import print_in_any_encoding
 from commands.render.flags import with_flags
 from commands.search import search
 from commands.show import show
@@ -121,6 +122,7 @@ for _section, _commands in _SECTIONS.items():
 def main() -> None:
     """Entry point of the `planner` command."""
     collect_seldom()
+    print_in_any_encoding()
     code = run(sys.argv[1:])
     leave_to_the_system()
     sys.exit(code)
