@@ -21,6 +21,7 @@ import typer
 
 from commands.calibrate import calibrate
 from commands.check import check
+from commands.common.encoding import print_in_any_encoding
 from commands.common.help import GroupedCommands, GroupedOptions
 from commands.compare import compare
 from commands.convert import convert
@@ -32,7 +33,6 @@ from commands.estimate import estimate
 from commands.launch import launch
 from commands.profile import profile
 from commands.render.console import begin_stage, stage
-from commands.render.encoding import print_in_any_encoding
 from commands.render.flags import with_flags
 from commands.search import search
 from commands.show import show

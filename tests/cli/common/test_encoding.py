@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from commands.render.encoding import print_in_any_encoding
+from commands.common.encoding import print_in_any_encoding
 from commands.render.error_report import _write
 
 
