@@ -21,6 +21,7 @@ import typer
 
 from commands.calibrate import calibrate
 from commands.check import check
+from commands.common.encoding import print_in_any_encoding
 from commands.common.help import GroupedCommands, GroupedOptions
 from commands.compare import compare
 from commands.convert import convert
@@ -121,6 +122,7 @@ for _section, _commands in _SECTIONS.items():
 def main() -> None:
     """Entry point of the `planner` command."""
     collect_seldom()
+    print_in_any_encoding()
     code = run(sys.argv[1:])
     leave_to_the_system()
     sys.exit(code)

@@ -72,7 +72,7 @@ def plugin_digests() -> tuple[str, ...]:
 
 def _import_file(file: str) -> ModuleType:
     # Its own name would hide a module of the user's that is called alike.
-    name = f"planner_plugin_{hashlib.sha256(file.encode()).hexdigest()[:12]}"
+    name = f"planner_plugin_{hashlib.sha256(os.fsencode(file)).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise PlannerError(f"plugin {file} is not a Python file; name one that ends in .py")

@@ -39,11 +39,15 @@ def write_report(error: BaseException, arguments: Sequence[str], stage: str) -> 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / name
-        file.write_text(text)
+        _write(file, text)
     except OSError:
         file = Path(tempfile.gettempdir()) / f"planner-error-{name}"
-        file.write_text(text)
+        _write(file, text)
     return file
+
+
+def _write(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8", errors="backslashreplace")  # paths need not be UTF-8
 
 
 def _versions() -> list[str]:

@@ -58,7 +58,7 @@ def load_graph(
     told = f"{file.resolve()} {precision}{f' {length}' if length else ''}"
     if arguments:
         told += f" {sorted(arguments.items())!r}"
-    key = _digest(told.encode())
+    key = _digest(os.fsencode(told))  # names of files need not be UTF-8
     entry = cache_dir() / "captures" / f"{key[:32]}.json"
     if use_cache and (kept := _read(entry)) is not None:
         graph, ruled = kept

@@ -74,7 +74,7 @@ def load_model_file(path: str | os.PathLike[str]) -> ModelSource:
     or lacks model() or batch().
     """
     file = existing_file(path).resolve()
-    digest = hashlib.sha256(str(file).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(os.fsencode(file)).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"planner_user_{file.stem}_{digest}", file)
     if spec is None or spec.loader is None:
         raise ModelError(f"{path} is not a Python file; give a .py file that defines model()")
