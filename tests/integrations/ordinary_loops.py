@@ -503,6 +503,52 @@ optimizer.step()
 """,
         r"`loss.register_hook\(.*`: register_hook of what the model returned",
     ),
+    "what forward leaves in an attribute, in the loss": (
+        """
+class Aux(Net):
+    aux = 0.0
+
+    def forward(self, x, y=None):
+        self.aux = x.mean() + self.head.weight.pow(2).mean()
+        return super().forward(x, y)
+
+model.__class__ = Aux
+for a, b in loader:
+    optimizer.zero_grad()
+    loss = model(a, b) + 0.5 * model.aux
+    loss.backward()
+    optimizer.step()
+""",
+        r"`loss = model\(a, b\) .*`: the script uses a tensor that the model's forward",
+    ),
+    "what a hook keeps": (
+        """
+kept = {}
+model.head.register_forward_hook(lambda module, given, output: kept.update(out=output.detach()))
+for a, b in loader:
+    optimizer.zero_grad()
+    model(a, b).backward()
+    optimizer.step()
+    note(kept["out"].pow(2).mean())
+""",
+        r"`note\(kept.*`: the script uses a tensor that the model's forward leaves behind",
+    ),
+    "an autograd function in the loss": (
+        """
+class Above(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        return z * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+a, b = next(iter(loader))
+Above.apply(model(a, b)).backward()
+""",
+        "to the autograd function Above, whose backward would be lost",
+    ),
     "no training": ("", "ended without a training step"),
 }
 """By name: a loop, and what it is refused with."""

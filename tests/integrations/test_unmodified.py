@@ -158,6 +158,24 @@ def test_what_can_t_be_taken_over_is_refused_by_its_line(tmp_path, plain, name):
         run_unmodified(str(path), [str(tmp_path / "out")], plain)
 
 
+SECOND_LOSS = """
+a, b = next(iter(loader))
+output = model(a)
+loss = F.nll_loss(output, b)
+loss.backward(retain_graph=True)
+(%s).backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("term", ["output.pow(2).mean()", "loss * 0.5 + output.pow(2).mean()"])
+def test_a_second_loss_of_a_call_is_refused(tmp_path, term):
+    path = script(tmp_path, SECOND_LOSS % term)
+    plan = plan_for(path, microbatch_size=8)
+    with kept_as_they_are(), pytest.raises(PlanError, match="beside the loss that the engine tra"):
+        run_unmodified(str(path), [str(tmp_path / "out")], plan)
+
+
 def test_the_plan_of_another_model_is_refused(tmp_path):
     loop = LOSS_OF_THE_MODEL["plain"]
     plan = plan_for(script(tmp_path, loop.replace("model(a, b)", "model(a, b) * 1")))

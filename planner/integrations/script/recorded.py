@@ -47,6 +47,7 @@ class _FirstStep(Loop):
 
     def add(self, call: TrainingCall, loss: Loss, fetch: Any) -> Never:
         """Hand over the first step."""
+        self._left.take_back()
         raise _Recorded(self.model, call, loss)
 
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.errors import PlanError
 from planner.integrations.script.running import Running
+from planner.integrations.script.values.pending import Pending
 from planner.integrations.script.values.snapshots import Snapshot
 from planner.runtime.state.users_module.away import is_gradient_away
 
@@ -45,6 +46,7 @@ def replaced(running: Running) -> Iterator[None]:
         put(owner, "clip_grad_value_", lambda plain: _refused_on(running, plain, _BY_VALUE))
     put(torch.nn.utils, "get_total_norm", lambda plain: _norm(running, plain))
     put(torch.nn.utils, "clip_grads_with_norm_", lambda plain: _clip_by(running, plain))
+    put(torch.autograd.Function, "apply", lambda plain: _function(plain))
     put(torch.autograd, "grad", lambda plain: _refused_on(running, plain, _OF_AUTOGRAD))
     put(torch.amp.GradScaler, "scale", lambda plain: _scale(running, plain))
     put(torch.distributed, "init_process_group", lambda plain: _own_processes(running, plain))
@@ -175,6 +177,22 @@ def _scale(running: Running, plain: Any) -> Any:
         return plain(scaler, outputs)
 
     return scale
+
+
+def _function(plain: Any) -> Any:
+    """Return what stands for ``torch.autograd.Function.apply``, whose forward alone would be noted
+    of pending tensors, without its backward.
+    """
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(leaf, Pending) for leaf in tree_leaves((args, kwargs))):
+            raise PlanError(
+                f"the script gives what the model returned to the autograd function "
+                f"{cls.__qualname__}, whose backward would be lost; call it in the model's forward"
+            )
+        return plain.__func__(cls, *args, **kwargs)
+
+    return classmethod(apply)
 
 
 def _own_processes(running: Running, plain: Any) -> Any:

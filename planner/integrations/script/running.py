@@ -125,6 +125,7 @@ class Running:
             if self._loop is not None and self._loop.is_begun:
                 model = self._loop.model
                 if any(leaf is model for leaf in tree_leaves(saved)):
+                    given.enter_context(self._loop.without_left())
                     values = self._loop.command("state")
                     given.enter_context(given_values(model, values))
             yield

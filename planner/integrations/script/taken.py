@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from math import isclose
 from typing import Any
 from weakref import WeakSet
@@ -23,6 +24,7 @@ from planner.integrations.script.finding import Found
 from planner.integrations.script.loss import Loss, loss_of
 from planner.integrations.script.optimizer import groups_of, refuse_changes
 from planner.integrations.script.ranks import Ranks, Variables
+from planner.integrations.script.values.left import Attributes
 from planner.integrations.script.values.notes import (
     Applied,
     AsGiven,
@@ -53,6 +55,7 @@ class Loop:
         self._signature = inspect.signature(type(found.model).forward)
         self._meta = meta_copy(found.model)
         self._outputs: dict[Any, Outputs] = {}
+        self._left = Attributes(self.model, self._meta)
         self._loss: Loss | None = None
         self._ranks: Ranks | None = None
         self._waiting: list[TrainingCall] = []
@@ -101,6 +104,7 @@ class Loop:
         if key not in self._outputs:
             self._meta.train(self.model.training)
             self._outputs[key] = outputs_of(self._meta, args, kwargs)
+        self._left.show()
         return self._outputs[key]
 
     def _refuse_modes(self) -> None:
@@ -173,12 +177,18 @@ class Loop:
         if self._ranks is None:
             self._loss = loss
             leaves = self.leaves(call.args, call.kwargs, loss.targets)
-            trained = loss.trained(
-                self.model, {path: leaves[path] for path, *_ in self._plan.model.inputs}
-            )
-            self._ranks = begin(self.model, self.optimizer, trained, self._plan, self._variables)
+            with self.without_left():
+                trained = loss.trained(
+                    self.model, {path: leaves[path] for path, *_ in self._plan.model.inputs}
+                )
+                self._ranks = begin(
+                    self.model, self.optimizer, trained, self._plan, self._variables
+                )
             tell_gradients(self.model, self._has_gradients)
             self._groups = groups_of(self.optimizer)
+            # (The capture's forwards have left tensors, too, through the script's hooks.)
+            self._outputs.clear()
+            self._outputs_of(call.args, call.kwargs)
         assert self._loss is not None, "set where the engine begins"
         if loss.signature != self._loss.signature:
             raise PlanError(
@@ -191,8 +201,16 @@ class Loop:
     def command(self, name: str, *args: Any) -> Any:
         """Run a command on all ranks."""
         assert self._ranks is not None, "the engine has begun"
-        with self._variables.given(), torch.inference_mode(False), torch.enable_grad():
+        with ExitStack() as inside:
+            inside.enter_context(self._variables.given())
+            inside.enter_context(self.without_left())
+            inside.enter_context(torch.inference_mode(False))
+            inside.enter_context(torch.enable_grad())
             return self._ranks.all(name, *args)
+
+    def without_left(self) -> AbstractContextManager[None]:
+        """Inside, the model has not what stands for what its forward leaves in attributes."""
+        return self._left.away()
 
     def add(
         self, call: TrainingCall, loss: Loss, fetch: Sequence[str]
@@ -422,7 +440,8 @@ class TrainingCall(_ModelCall):
         """Return the value of an output."""
         if output != self._outputs.loss:
             self._loop.reads_outputs = True
-        return super().value(output)
+        value = super().value(output)
+        return value if value is self._root else _guarded(value, _BESIDE)
 
     @property
     def has_outputs(self) -> bool:
@@ -496,18 +515,35 @@ class TrainingCall(_ModelCall):
 
 
 _IN_EVALUATION = "backward of what the model returned in evaluation mode; call model.train() before"
+_BESIDE = (
+    "a backward reaches what the model returned beside the loss that the engine trains on: that of "
+    "the call's first backward, or the model's own where its value was read before; add all terms "
+    "to one loss, and call backward of it before a value is read"
+)
 
 
 class _NoBackward(torch.autograd.Function):
-    """What is given; its backward is refused."""
+    """A value; its backward is refused."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, root: Tensor) -> Tensor:
-        return value.detach()
+    def forward(ctx: Any, root: Tensor, value: list[Tensor], why: str) -> Tensor:
+        ctx.why = why
+        return value[0].detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise PlanError(_IN_EVALUATION)
+        raise PlanError(ctx.why)
+
+
+def _guarded(value: Tensor, why: str) -> Tensor:
+    """Return a value that requires a gradient, as in one process; a backward that reaches it is
+    refused: the engine has made the gradients.
+    """
+    if not (value.is_floating_point() or value.is_complex()):
+        return value
+    with torch.enable_grad():
+        made: Tensor = _NoBackward.apply(torch.ones((), requires_grad=True), [value], why)
+        return made
 
 
 class EvaluationCall(_ModelCall):
@@ -520,11 +556,7 @@ class EvaluationCall(_ModelCall):
     def value(self, output: int) -> Tensor:
         """Return the value of an output; a backward that reaches it is refused."""
         value = super().value(output)
-        if not self._has_grad or not (value.is_floating_point() or value.is_complex()):
-            return value
-        with torch.enable_grad():
-            made: Tensor = _NoBackward.apply(value, torch.ones((), requires_grad=True))
-            return made
+        return _guarded(value, _IN_EVALUATION) if self._has_grad else value
 
     def is_known(self, output: int) -> bool:
         """Whether an output's value is there, or made at once."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from torch.utils._pytree import (
 from torch.utils._pytree import keystr as path_text
 
 from planner.capture.export import on_meta as as_on_meta
+from planner.integrations.script.values.left import Left, as_plain
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,11 +80,21 @@ def outputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     Raises what forward raises.
     """
-    with torch.inference_mode(False), torch.no_grad():  # (writes are told by version counters)
-        return _outputs_of(module, args, kwargs)
+    made: list[ref[Tensor]] = []
+    # (Writes are told by version counters.)
+    with torch.inference_mode(False), torch.no_grad(), as_plain():
+        outputs = _outputs_of(module, args, kwargs, made)
+    handed = {id(leaf) for leaf in outputs.leaves}
+    for each in made:  # (What the forward made and still is there, something else holds.)
+        tensor = each()
+        if tensor is not None and type(tensor) is Tensor and id(tensor) not in handed:
+            tensor.__class__ = Left
+    return outputs
 
 
-def _outputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
+def _outputs_of(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[ref[Tensor]]
+) -> Outputs:
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     on_meta = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in given}
     inputs = {id(on_meta[id(tensor)]): number for number, tensor in enumerate(given)}
@@ -103,6 +116,7 @@ def _outputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     finally:
         for hook in hooks:
             hook.remove()
+    made += map(ref, chain(on_meta.values(), notes.tensors))
     # (The innermost that returned it: of a module around it, others may use more.)
     modules: dict[int, str] = {}
     for name, seen in returned.items():
@@ -173,6 +187,7 @@ class _Notes(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.made: dict[int, tuple[_Seen, Any, Any, Any, int]] = {}
+        self.tensors: list[Tensor] = []
         self._held: list[Any] = []
 
     def __torch_function__(
@@ -186,6 +201,7 @@ class _Notes(TorchFunctionMode):
         for item, leaf in enumerate(tree_leaves(made)):
             # (What is handed through, or written in place, is not made here.)
             if isinstance(leaf, Tensor) and id(leaf) not in given:
+                self.tensors.append(leaf)
                 self.made[id(leaf)] = (_Seen(leaf, leaf._version), func, args, kwargs, item)
         return made
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from planner.capture.checks.stays_on_meta import StaysOnMeta
 from planner.errors import PlanError
+from planner.integrations.script.values.left import Left, refuse_left
 from planner.integrations.script.values.notes import (
     Applied,
     AsGiven,
@@ -126,6 +127,8 @@ def applied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             (call,) = _single(calls)
             call.backward(args[0], args[1:], kwargs)
             return None
+    if any(isinstance(leaf, Left) for leaf in tree_leaves((args, kwargs))):
+        refuse_left()
     args, kwargs = tree_map_only(Pending, _real_if_known, (args, kwargs))
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Pending)]
     if not given:
