@@ -65,8 +65,11 @@ class Attributes:
     def __init__(self, model: nn.Module, copied: nn.Module) -> None:
         """`copied` is the copy of `model` whose forward runs in its place."""
         others = dict(copied.named_modules())
-        self._pairs = [(vars(part), vars(others[name])) for name, part in model.named_modules()
-                       if name in others]  # fmt: skip
+        self._pairs = [
+            (part.__dict__, others[name].__dict__)
+            for name, part in model.named_modules()
+            if name in others
+        ]
         self._before = [_told(copy) for _, copy in self._pairs]
         self._own: list[tuple[dict[str, Any], str, Any]] = []
 

@@ -9,7 +9,7 @@ all ranks what counts in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import isclose
 from typing import Any, Literal
 
@@ -104,7 +104,7 @@ class LossWeights:
         Raises ModelError where the user's counts are not what the loss counts.
         """
         if self._compared is not None:
-            self._compare(cut, self._all_parts(cut.split))
+            self._compare(cut, self._all_parts(cut.split), is_part=False)
         whole = self._wholes[cut.bucket]
         if not (whole.is_needed and (self._has_loss or self._takes)):
             return OfWhole(samples=cut.split.num_samples)
@@ -113,7 +113,7 @@ class LossWeights:
     def of_part(self, cut: CutBatch, runs: Sequence[range]) -> OfPart | None:
         """Return what others need of the rank's own part; None: nothing."""
         if self._compared is not None:
-            self._compare(cut, runs)
+            self._compare(cut, runs, is_part=True)
         whole = self._wholes[cut.bucket]
         return whole.of_part(cut, runs) if whole.is_needed else None
 
@@ -226,16 +226,18 @@ class LossWeights:
             for m in range(split.num_microbatches)
         ]
 
-    def _compare(self, cut: CutBatch, runs: Sequence[range]) -> None:
+    def _compare(self, cut: CutBatch, runs: Sequence[range], *, is_part: bool) -> None:
         """Raise ModelError, for the first batch, where the user's counts of some runs are those of
-        no term of the loss.
+        no term of the loss; parts count as the loss says in any case.
         """
         made = self._wholes[cut.bucket]
         counts = self.count(cut, runs)
         self._compared = None
         if not sum(counts) > 0:
             raise _no_weights(counts)
-        found: Sequence[Mapping[str, float]] = made.counts_of(cut, runs)
+        if is_part and made.counts_take_values:
+            return
+        found = made.counts_of(cut, runs)
         share = made.shares.share
         terms = [
             [each[made.shares.counts.get(term, term)] for each in found]

@@ -220,10 +220,18 @@ class WholeBatchValues:
             for term in terms
         }
 
+    @property
+    def counts_take_values(self) -> bool:
+        """Whether what counts in a part follows from values of the whole batch."""
+        return not {name for name, _ in self._values}.isdisjoint(self._counting().inputs)
+
     def counts_of(self, cut: CutBatch, runs: Sequence[range]) -> list[dict[str, float]]:
-        """Return all that counts in each of some runs of a whole batch, samples among it."""
+        """Return all that counts in each of some runs of a batch, samples among it; the batch is
+        whole where `counts_take_values`.
+        """
         found = []
-        whole = self.of_whole(cut)
+        samples = cut.split.num_samples
+        whole = self.of_whole(cut) if self.counts_take_values else OfWhole(samples=samples)
         for run in runs:
             made = self._counts_in(cut, run, whole, run)
             found.append(
