@@ -34,15 +34,15 @@ class EvenPipeline:
     limit_bytes: float
     """Bytes that a rank may take."""
     infeasible: tuple[InfeasibleStage, ...] = ()
-    too_large: tuple[int, ...] = ()
-    """pp ranks that were too large when it was walked or estimated."""
+    ranks_over: tuple[int, ...] = ()
+    """Ranks of pp that were over the limit when it was walked or estimated."""
 
     @property
     def suspects(self) -> tuple[int, ...]:
         """Ranks of pp to walk before all: before any is known, the first, which has the most
         microbatches in flight, and the last, which has the logits.
         """
-        return self.too_large or tuple(dict.fromkeys((0, self.priced.configuration.pp - 1)))
+        return self.ranks_over or tuple(dict.fromkeys((0, self.priced.configuration.pp - 1)))
 
     @cached_property
     def cut(self) -> Cut | None:
@@ -62,7 +62,7 @@ class EvenPipeline:
             over[rank] = num_bytes
         levels = stages.levels.of_cut(cut.choices, cut.until)
         found = self.without(stages.levels_that_free_less(levels, over))
-        return replace(found, too_large=tuple(over_bytes))
+        return replace(found, ranks_over=tuple(over_bytes))
 
 
 def plans_that_fit(

@@ -76,7 +76,7 @@ class PartitionableNode(Node[SearchState]):
     @property
     def num_jobs(self) -> int:
         """What an evaluation costs, in simulated jobs."""
-        return 2 * self.configuration.pp * self.configuration.num_microbatches
+        return self.configuration.num_jobs
 
     @property
     def wave_of_others(self) -> Wave:

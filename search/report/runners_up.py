@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 
 from costmodel import Estimate
-from planner.deadline import OutOfTime
+from planner.deadline import OutOfTime, is_late
 from planner.units import format_bytes, format_seconds
 from search.branch_and_bound import EvaluatedPlan, Node
 from search.nodes.configurations import ConfigurationNode, ShapeNode
@@ -70,7 +70,8 @@ def _evaluate_set_aside(
         ceiling_s=ceiling_s,
         most_estimates=_MOST_ESTIMATES,
         most_walks=_MOST_WALKS,
-        is_wanted=lambda configuration: _degrees_of(configuration) not in found,
+        # (Past the limit of time nothing is begun.)
+        is_wanted=lambda configuration: _degrees_of(configuration) not in found and not is_late(),
     )
     for done in plans:
         found[_degrees_of(done.configuration)] = done
@@ -91,6 +92,8 @@ def _pipelines_of_others(
     )
     num_of: Counter[Degrees] = Counter()
     for *_, node in sorted(nodes, key=lambda entry: entry[:3]):
+        if is_late():
+            return
         degrees = _degrees_of(_choices_of(node))
         if num_of[degrees] == _MOST_OF_DEGREES:
             continue
@@ -98,10 +101,7 @@ def _pipelines_of_others(
             continue
         num_of[degrees] += 1
         for configuration in _configurations_of(node):
-            if (
-                2 * configuration.pp * configuration.vpp * configuration.num_microbatches
-                > _MOST_JOBS
-            ):
+            if configuration.num_jobs > _MOST_JOBS:
                 continue
             for table in node.table.members:
                 priced = PricedConfiguration(search.candidates, configuration, table)

@@ -173,6 +173,11 @@ class Configuration(_OnMesh):
         return order if order.splits_backward == self.splits_backward else order.unsplit
 
     @property
+    def num_jobs(self) -> int:
+        """Forwards and backwards of a step, of all ranks."""
+        return 2 * self.pp * self.vpp * self.num_microbatches
+
+    @property
     def label(self) -> str:
         """What it decides: ``dp 2 x tp 4 x pp 8, 16 microbatches of 1, 1f1b, ZeRO 1, recompute
         none``.

@@ -163,13 +163,15 @@ NORMED = {
 
 @pytest.mark.parametrize("again", [frozenset(), frozenset({"b", "c"})], ids=("kept", "again"))
 def test_sums_of_what_is_made_again_are_late(again):
-    """The gradient of a scale is a sum: made again, what it is a sum of stays to the end. The sum
-    that goes on to x is of no other's memory.
+    """The gradient of a scale is a sum: made again, what it is a sum of stays to the end. What goes
+    on to a and x is another sum, with what arrives for b: the first of both has memory of its own.
     """
-    program = program_of(NORMED, inputs=("x",), params=("w", "scale", "v"), outputs=("d",))
+    program = program_of(NORMED, inputs=("x",), params=("w", "scale", "v"), outputs=("d", "b"))
     tensors = [replace(t, shape=t.shape[1:]) if t.name == "scale" else t for t in program.tensors]
     program = replace(program, tensors=tuple(tensors))
     saved = saved_tensors(program, device_type="cpu")
     facts = compiled_facts(saved, deferrable_products(program), again, saved.roots)
     (kernel,) = [step for step in facts.ops if step.is_kernel]
     assert kernel.sums_late is bool(again)
+    sources = {gradient.name: gradient.source for gradient in kernel.gradients}
+    assert {sources["a"], sources["x"]} in ({"", "a"}, {"", "x"})
