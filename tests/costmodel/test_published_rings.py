@@ -14,7 +14,7 @@ from statistics import fmean
 import pytest
 
 from costmodel.execution.rings import EVENLY
-from costmodel.time.block.compute import op_seconds, ring_seconds
+from costmodel.time.block.compute import op_seconds, ring_moved
 from costmodel.topology import lowered_groups
 from planner.language.graph import Op, Ref, TensorMeta
 from planner.language.layout.axes import Degrees
@@ -65,7 +65,8 @@ def priced(device: str, backward: bool, orders: dict[str, int] = SEGMENTS) -> li
         ring = replace(ring, kwargs=(("mirrored", True),) if name == "mirrored" else ())
         local = tensors(LENGTH // RANKS)
         compute = op_seconds(ring, local, profile)
-        shown = ring_seconds(ring, local, profile, axes, compute)
+        moved = ring_moved(ring, local, profile, axes, compute)
+        shown = tuple(each.shown_s for each in moved)
         found.append(ideal_s / (seconds(compute) + seconds(shown)))
     return found
 

@@ -145,15 +145,15 @@ def inner_bytes(op: Op, tensor: Mapping[str, TensorMeta]) -> int:
     return sum(num_bytes for _, num_bytes in inner_collectives(op, dict(tensor)))
 
 
-def ring_seconds(
+def ring_moved(
     op: Op,
     tensor: Mapping[str, TensorMeta],
     profile: Profile,
     axes: Mapping[str, Axis],
     compute_s: tuple[float, float],
-) -> tuple[float, float]:
-    """Return by how much the messages of attention over a ring lengthen it (forward, backward),
-    which computes for `compute_s`.
+) -> tuple[Moved, Moved]:
+    """Return the messages of attention over a ring (forward, backward), and by how much they
+    lengthen it, which computes for `compute_s`.
 
     With rounds 1 .. r and m seconds for a part of keys and values from a rank to the next,
 
@@ -163,18 +163,6 @@ def ring_seconds(
 
     On a CPU messages take the cores that compute: nothing is hidden.
     """
-    there, back = ring_moved(op, tensor, profile, axes, compute_s)
-    return there.shown_s, back.shown_s
-
-
-def ring_moved(
-    op: Op,
-    tensor: Mapping[str, TensorMeta],
-    profile: Profile,
-    axes: Mapping[str, Axis],
-    compute_s: tuple[float, float],
-) -> tuple[Moved, Moved]:
-    """Return these messages (forward, backward)."""
     messages, messages_home = ring_messages(op)
     axis = str(op.args[13])
     num_bytes = sum(tensor[name].bytes_at(1) for name in op.inputs[1:3])
