@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from costmodel.time.block.moved import BlockMoved, Moved, shown_s
+from costmodel.time.block.moved import BlockMoved, Moved
 from planner.language.graph import ModelGraph
 from planner.language.layout.placement import Placement, Replicate, Shard, parse_placement
 from planner.language.layout.redistribute import collectives
@@ -28,26 +28,6 @@ def placement_of(graph: ModelGraph, name: str, layouts: Layouts) -> Placement:
     return parse_placement(layout.outputs[block.outputs.index(name)])
 
 
-def block_entry_seconds(
-    graph: ModelGraph,
-    block_index: int,
-    layouts: Layouts,
-    profile: Profile,
-    *,
-    group: Group,
-    microbatch_size: int,
-    others: Sequence[tuple[Layouts, int]] = (),
-) -> tuple[float, float]:
-    """Return seconds (forward, backward) of bringing a block's inputs to where it takes them
-    on one axis; `others` tell how they lie on the other axes, with the size of each.
-    """
-    entry = block_entry(
-        graph, block_index, layouts, profile,
-        axis="", group=group, microbatch_size=microbatch_size, others=others,
-    )  # fmt: skip
-    return shown_s(entry.forward), shown_s(entry.backward)
-
-
 def block_entry(
     graph: ModelGraph,
     block_index: int,
@@ -59,7 +39,9 @@ def block_entry(
     microbatch_size: int,
     others: Sequence[tuple[Layouts, int]] = (),
 ) -> BlockMoved:
-    """Return the collectives that do it, on this axis; nothing hides them."""
+    """Return the collectives that bring a block's inputs to where it takes them on one axis;
+    nothing hides them. `others` tell how they lie on the other axes, with the size of each.
+    """
     forward: list[Moved] = []
     backward: list[Moved] = []
     if group.size == 1:

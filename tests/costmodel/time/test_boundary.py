@@ -5,7 +5,8 @@ import pytest
 
 from costmodel import CostCache
 from costmodel.links import find_links, find_side_values
-from costmodel.time.block.boundary import block_entry_seconds, placement_of
+from costmodel.time.block.boundary import block_entry, placement_of
+from costmodel.time.block.moved import shown_s
 from planner.language.layout.axes import Degrees
 from planner.language.layout.placement import Replicate, Shard
 from planner.language.plan import ClassLayout
@@ -46,11 +47,12 @@ def test_a_cut_output_is_gathered_where_it_is_taken_whole(graph):
     assert placement_of(graph, name, layouts) == Shard(1)
     assert placement_of(graph, name, {}) == Replicate()
     group = Group(ranks_per_node=2)
-    options = {"group": group, "microbatch_size": 2}
-    there, _ = block_entry_seconds(graph, 1, layouts, MACHINE, **options)
+    options = {"axis": "tp", "group": group, "microbatch_size": 2}
+    there = shown_s(block_entry(graph, 1, layouts, MACHINE, **options).forward)
     num_bytes = graph.tensor[name].bytes_at(2)
     assert there == MACHINE.collective_seconds("all_gather", num_bytes, group).seconds
-    assert block_entry_seconds(graph, 1, {}, MACHINE, **options) == (0.0, 0.0)
+    entry = block_entry(graph, 1, {}, MACHINE, **options)
+    assert (shown_s(entry.forward), shown_s(entry.backward)) == (0.0, 0.0)
 
 
 def test_equal_blocks_have_equal_links(graph):
